@@ -1,0 +1,39 @@
+"""The data model: plain values, no I/O, no torch."""
+
+from .data import Datum, EncodedTextChunk, ModelInput, TensorData
+from .params import AdamParams, LoraConfig, LossName, SamplingParams
+from .results import (
+    BaseModel,
+    Checkpoint,
+    ForwardBackwardOutput,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SaveWeightsResponse,
+    SessionInfo,
+    StopReason,
+    Usage,
+    UsageReport,
+)
+
+__all__ = [
+    "AdamParams",
+    "BaseModel",
+    "Checkpoint",
+    "Datum",
+    "EncodedTextChunk",
+    "ForwardBackwardOutput",
+    "LoraConfig",
+    "LossName",
+    "ModelInput",
+    "OptimStepResponse",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingParams",
+    "SaveWeightsResponse",
+    "SessionInfo",
+    "StopReason",
+    "TensorData",
+    "Usage",
+    "UsageReport",
+]
