@@ -194,6 +194,13 @@ class Engine(Protocol):
 
     def drop_snapshot(self, snapshot_id: str) -> None: ...
 
+    def export_merged(self, adapter_id: str, directory: str) -> None:
+        """Write the base model with this adapter merged in as a Hugging Face directory.
+
+        Tied embeddings are untied where the unembedding is trained.
+        """
+        ...
+
     # --- sampling -------------------------------------------------------------------------
     def submit(self, item: SampleItem) -> None:
         """Queue a request. Raises `InvalidRequest` for what could not run."""

@@ -1,0 +1,73 @@
+"""What one forward pass needs beside its tokens: whose rows they are, and how they attend.
+
+transformers' modules call our attention function and our linear layers with nothing but tensors;
+both find the rest here. A pass is packed: its T rows are the tokens of many sequences in a row,
+all rows of one adapter beside each other.
+
+Shapes: T rows, H query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from .lora import Adapter
+
+
+class Attention(Protocol):
+    """How the rows of a pass attend to each other (training) or to a cache (sampling)."""
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TGD: torch.Tensor,
+        v_TGD: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention output (T, H, D); ``window`` is a sliding window in tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows ``start:stop`` belong to ``adapter`` (None: the base model)."""
+
+    adapter: Adapter | None
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassContext:
+    segments: Sequence[Segment]
+    attention: Attention
+
+
+_local = threading.local()
+
+
+def current() -> PassContext:
+    """The pass that runs on this thread."""
+    context: PassContext | None = getattr(_local, "context", None)
+    if context is None:
+        raise RuntimeError("no pass is running: use `running(context)` around the model's forward")
+    return context
+
+
+@contextmanager
+def running(context: PassContext) -> Iterator[None]:
+    previous = getattr(_local, "context", None)
+    _local.context = context
+    try:
+        yield
+    finally:
+        _local.context = previous
