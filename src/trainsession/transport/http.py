@@ -1,0 +1,321 @@
+"""The SDK's one way to a service: httpx, with retries that are safe to make.
+
+Every call that changes something carries an idempotency key or a sequence number, so a request
+whose answer was lost is simply sent again. `Transport` lives on the client's I/O loop; the
+embedded service uses the same class over a Unix socket (`trainsession.transport.embedded`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import tenacity
+
+from ..errors import (
+    ConnectionFailed,
+    IncompatibleVersion,
+    RateLimited,
+    ServiceUnavailable,
+    TrainSessionError,
+    from_wire,
+)
+from ..wire import COMPRESS_ABOVE, MEDIA_TYPE, PROTOCOL_VERSION, VERSION_HEADER, compress, pack, unpack
+
+ATTEMPT_HEADER = "X-TrainSession-Attempt"
+DEFAULT_TIMEOUT = 60.0
+"""Seconds to wait for an answer (a long poll asks for more than it polls)."""
+PATIENCE = 120.0
+"""Seconds that a service which answered before may be gone (restart, takeover) without an error."""
+FIRST_PATIENCE = 2.0
+"""The same before the first answer: a mistyped address should fail at once."""
+OFF_LOOP_ABOVE = 1 << 20
+"""Bodies above this many bytes are compressed and decoded on a worker thread."""
+_FRAME = struct.Struct("<I")
+_GATEWAY_STATUS = frozenset({502, 503, 504})
+
+
+class Transport:
+    """Async calls to one service.
+
+    Args:
+        base_url: ``https://host[:port]``; the ``/v1`` is part of each call's path.
+        api_key: Sent as a bearer token, or None.
+        uds: Path of a Unix socket to connect to instead of the URL's host.
+        headers: Sent with every request.
+        connection: Another way to reach the service (the embedded one brings its own).
+        compressed: Send large bodies zstd-compressed; worth it on slow links only.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        *,
+        uds: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        connection: httpx.AsyncBaseTransport | None = None,
+        compressed: bool = False,
+    ) -> None:
+        url = urlsplit(base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ConnectionFailed(f"base_url must be http://host[:port] or https://host[:port], got {base_url!r}")
+        self.base_url = base_url.rstrip("/")
+        self._compressed = compressed
+        self._answered = False
+        if connection is None and (uds is not None or url.hostname in ("127.0.0.1", "localhost", "::1")):
+            # Given explicitly, so that a proxy of the environment is not asked for this machine.
+            connection = httpx.AsyncHTTPTransport(uds=uds, verify=False, limits=_LIMITS)
+        self._client = httpx.AsyncClient(
+            base_url=self.base_url,
+            transport=connection,
+            headers={
+                VERSION_HEADER: str(PROTOCOL_VERSION),
+                "Accept-Encoding": "identity",
+                "User-Agent": f"trainsession/{PROTOCOL_VERSION}",
+                **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+                **(headers or {}),
+            },
+            # Loading the certificate store takes longer than everything else here.
+            verify=url.scheme == "https",
+            limits=_LIMITS,
+        )
+
+    def __repr__(self) -> str:
+        return f"Transport({self.base_url})"
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        body: Any = None,
+        params: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """One call: its decoded answer, from JSON or msgpack (arrays are read-only views).
+
+        Args:
+            json: A JSON body; or
+            body: plain values, numpy arrays and `TensorData`, sent as msgpack.
+            params: Query parameters; None values are left out.
+            timeout: Seconds to wait for the answer of one attempt, default 60.
+
+        Raises:
+            TrainSessionError: what the service answered, as the class that owns its code.
+            ConnectionFailed: nobody answered for `PATIENCE` seconds (`FIRST_PATIENCE` the first time).
+        """
+        headers: dict[str, str] = {}
+        content: bytes | None = None
+        if body is not None:
+            content = pack(body)
+            headers["Content-Type"] = MEDIA_TYPE
+            if self._compressed and len(content) > COMPRESS_ABOVE:
+                content = await asyncio.to_thread(compress, content)
+                headers["Content-Encoding"] = "zstd"
+
+        async def once(attempt: int) -> Any:
+            response = await self._client.request(
+                method,
+                path,
+                json=json,
+                content=content,
+                params=_present(params),
+                headers={**headers, ATTEMPT_HEADER: str(attempt)},
+                timeout=_timeout(timeout),
+            )
+            self._check(response.status_code, response.headers, response.content)
+            return await _decode(response.headers, response.content)
+
+        return await self._with_retries(once)
+
+    async def stream(self, path: str, params: Mapping[str, Any] | None = None) -> AsyncIterator[dict[str, Any]]:
+        """The frames of a stream as they arrive; ends with the frame that has ``done``.
+
+        A broken connection is resumed after the last frame received.
+
+        Raises:
+            TrainSessionError: the stream's ``error`` frame.
+        """
+        received = 0
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                async for frame in self._frames(path, {**(params or {}), "after": received}):
+                    received += 1
+                    deadline = time.monotonic() + PATIENCE
+                    if "error" in frame:
+                        raise from_wire(frame["error"])
+                    yield frame
+                    if frame.get("done"):
+                        return
+                problem: Exception = httpx.RemoteProtocolError("the stream ended before its last frame")
+            except (httpx.TransportError, ServiceUnavailable) as error:
+                problem = error
+            if time.monotonic() > deadline or not self._answered:
+                raise _unreachable(self.base_url, problem) from problem
+            await asyncio.sleep(0.2)
+
+    async def download(
+        self,
+        path: str,
+        params: Mapping[str, Any] | None,
+        destination: str | os.PathLike[str],
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> str:
+        """Stream a file to ``destination`` (which appears only when complete); returns its sha256.
+
+        Args:
+            on_bytes: Called with the number of bytes of each chunk; negative when an attempt that
+                broke off starts anew.
+        """
+        target = Path(destination)
+        partial = target.with_name(f"{target.name}.part")
+
+        async def once(attempt: int) -> str:
+            digest, received = hashlib.sha256(), 0
+            headers = {ATTEMPT_HEADER: str(attempt)}
+            try:
+                async with self._client.stream(
+                    "GET", path, params=_present(params), headers=headers, timeout=_timeout(None)
+                ) as response:
+                    await self._check_stream(response)
+                    with partial.open("wb") as file:
+                        async for chunk in response.aiter_raw(1 << 20):
+                            digest.update(chunk)
+                            file.write(chunk)
+                            received += len(chunk)
+                            if on_bytes is not None:
+                                on_bytes(len(chunk))
+                os.replace(partial, target)
+            except httpx.TransportError:
+                if on_bytes is not None and received:
+                    on_bytes(-received)
+                raise
+            finally:
+                partial.unlink(missing_ok=True)
+            return digest.hexdigest()
+
+        result: str = await self._with_retries(once)
+        return result
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _frames(self, path: str, params: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        buffer = bytearray()
+        async with self._client.stream("GET", path, params=_present(params), timeout=_timeout(None)) as response:
+            await self._check_stream(response)
+            async for chunk in response.aiter_raw():
+                buffer += chunk
+                while len(buffer) >= _FRAME.size:
+                    (size,) = _FRAME.unpack_from(buffer)
+                    if len(buffer) < _FRAME.size + size:
+                        break
+                    frame = unpack(bytes(buffer[_FRAME.size : _FRAME.size + size]))
+                    del buffer[: _FRAME.size + size]
+                    yield frame
+
+    async def _check_stream(self, response: httpx.Response) -> None:
+        if not response.is_success:
+            await response.aread()
+            self._check(response.status_code, response.headers, response.content)
+        self._check(response.status_code, response.headers, b"")
+
+    def _check(self, status: int, headers: httpx.Headers, content: bytes) -> None:
+        """Raise what an answer that is no success stands for."""
+        version = headers.get(VERSION_HEADER)
+        if version is None:
+            if status in _GATEWAY_STATUS:
+                raise _GatewayError(f"{self.base_url} answered {status}")
+            raise ConnectionFailed(
+                f"{self.base_url} answered {status}, but is no trainsession service (no {VERSION_HEADER} header)"
+            )
+        self._answered = True
+        if not 200 <= status < 300:
+            raise _error_of(status, headers, content)
+        if version != str(PROTOCOL_VERSION):
+            raise IncompatibleVersion(
+                f"the service speaks protocol {version}, this client {PROTOCOL_VERSION}; upgrade the older one"
+            )
+
+    async def _with_retries(self, once: Callable[[int], Any]) -> Any:
+        started = time.monotonic()
+
+        def is_retryable(error: BaseException) -> bool:
+            if isinstance(error, (RateLimited, ServiceUnavailable)):
+                return not isinstance(error, ConnectionFailed) or isinstance(error, _GatewayError)
+            return isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
+
+        def is_over(state: tenacity.RetryCallState) -> bool:
+            return time.monotonic() - started > (PATIENCE if self._answered else FIRST_PATIENCE)
+
+        attempts = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(is_retryable), wait=_wait, stop=is_over, reraise=True
+        )
+        try:
+            async for attempt in attempts:
+                with attempt:
+                    return await once(attempt.retry_state.attempt_number)
+        except httpx.TransportError as error:
+            raise _unreachable(self.base_url, error) from error
+        raise AssertionError("tenacity ends with a result or an exception")
+
+
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30)
+_backoff = tenacity.wait_random_exponential(multiplier=0.05, max=5)
+
+
+class _GatewayError(ConnectionFailed):
+    """A proxy answered for a service that is away for the moment."""
+
+
+def _wait(state: tenacity.RetryCallState) -> float:
+    """Seconds until the next attempt: what the service asked for, else jittered backoff."""
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.details.get("retry_after") if isinstance(error, TrainSessionError) else None
+    return min(float(asked), 60.0) if isinstance(asked, (int, float)) else _backoff(state)
+
+
+def _error_of(status: int, headers: httpx.Headers, content: bytes) -> TrainSessionError:
+    try:
+        body = httpx.Response(status, content=content).json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict) or "code" not in body:
+        body = {"message": f"status {status}: {content[:200].decode(errors='replace')}"}
+    error = from_wire(body, status)
+    retry_after = headers.get("Retry-After", "")
+    if retry_after.isdigit():
+        error.details = {**error.details, "retry_after": int(retry_after)}
+    return error
+
+
+async def _decode(headers: httpx.Headers, content: bytes) -> Any:
+    kind = headers.get("Content-Type", "").partition(";")[0].strip()
+    if kind == MEDIA_TYPE:
+        return unpack(content) if len(content) < OFF_LOOP_ABOVE else await asyncio.to_thread(unpack, content)
+    if kind == "application/json":
+        return httpx.Response(200, content=content).json()
+    return content
+
+
+def _present(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if params is None else {key: value for key, value in params.items() if value is not None}
+
+
+def _timeout(seconds: float | None) -> httpx.Timeout:
+    return httpx.Timeout(seconds or DEFAULT_TIMEOUT, connect=10.0, pool=None)
+
+
+def _unreachable(base_url: str, error: Exception) -> ConnectionFailed:
+    return ConnectionFailed(f"no service answers at {base_url}: {error or type(error).__name__}")
