@@ -28,6 +28,7 @@ and the client raises the class that owns the code.
         NonFinite                           a real NaN or inf, with the datum that caused it
         RateLimited
         PayloadTooLarge
+        UnsupportedMediaType
         EngineError                         the engine failed; not the caller's fault
         StorageError                        disk full, home not writable
         ServiceUnavailable
@@ -206,6 +207,12 @@ class PayloadTooLarge(TrainSessionError):
     """The request body is larger than the service takes."""
 
     status, code = 413, "payload_too_large"
+
+
+class UnsupportedMediaType(TrainSessionError):
+    """The request body is of a media type that the service does not read."""
+
+    status, code = 415, "unsupported_media_type"
 
 
 class RateLimited(TrainSessionError):

@@ -17,6 +17,8 @@ class Limits:
     """``num_samples * max_tokens`` of one request."""
     max_body_bytes: int = 256 * 2**20
     """A request body after decompression."""
+    max_json_bytes: int = 2**20
+    """A JSON request body; everything large is msgpack."""
     max_prompts: int = 4_096
     """Prompts in one sampling request."""
     max_datums: int = 65_536
