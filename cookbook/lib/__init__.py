@@ -1,0 +1,1 @@
+"""What the recipes share: settings and output of a run, data, group advantages, evaluation, a plot."""

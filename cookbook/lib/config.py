@@ -1,0 +1,63 @@
+"""Settings of a recipe: one frozen dataclass, filled from the command line or by a caller.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BaseConfig):
+        steps: int = option(45, "optimizer steps")
+
+    config = parse(Config, "python -m cookbook.arithmetic_rl", __doc__)
+
+Every field is a flag (``group_size`` is ``--group-size``); a boolean field is a switch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+C = TypeVar("C", bound="BaseConfig")
+
+
+def option(default: Any, help: str) -> Any:
+    """A field with a default and the help text of its flag."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseConfig:
+    """The settings that every recipe has."""
+
+    base_url: str | None = option(
+        None, "a trainsession service; default: $TRAINSESSION_BASE_URL, else one in this process"
+    )
+    model: str = option(DEFAULT_MODEL, "base model: a hub name, or what `trainsession models` lists")
+    data: str | None = option(None, "data file or directory in place of the recipe's own")
+    steps: int = option(45, "optimizer steps")
+    seed: int = option(0, "of the data split, LoRA's A, the batches and every sample")
+    out: str | None = option(None, "directory of this run's files; default: runs/<recipe>-<time>")
+
+
+def parse(config: type[C], prog: str, description: str | None, argv: Sequence[str] | None = None) -> C:
+    """Fill ``config`` from the command line (``argv``, default `sys.argv`)."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    hints = get_type_hints(config)
+    for item in fields(config):
+        flag = "--" + item.name.replace("_", "-")
+        text = item.metadata.get("help", "")
+        if hints[item.name] is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        shown = "" if item.default is None else f" (default: {item.default})"
+        parser.add_argument(flag, type=_value_type(hints[item.name]), default=item.default, help=text + shown)
+    return config(**vars(parser.parse_args(argv)))
+
+
+def _value_type(hint: Any) -> Any:
+    """``int`` for ``int`` and for ``int | None``."""
+    return next((part for part in get_args(hint) if part is not NoneType), hint)

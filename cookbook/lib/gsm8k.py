@@ -1,0 +1,98 @@
+"""GSM8K (Cobbe et al. 2021): questions, reference rationales and the reward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from .data import Problem, read_jsonl
+
+HUB_NAME = "openai/gsm8k"
+FINAL_ANSWER = re.compile(r"####\s*(\S+)")
+NUMBER = re.compile(r"-?\$?[\d,]*\.?\d+%?")
+CALCULATOR_MARK = re.compile(r"<<[^>]*>>")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question with its reference solution."""
+
+    problem: Problem
+    rationale: str
+    """What the warm start learns after the prompt; it begins with a space."""
+
+    @property
+    def prompt(self) -> str:
+        return self.problem.prompt
+
+    @property
+    def answer(self) -> str:
+        return self.problem.answer
+
+
+def question_of_row(row: Mapping[str, str]) -> Question:
+    """From a row of the data set: ``question``, and an ``answer`` that ends with ``#### N``.
+
+    Raises:
+        ValueError: no final answer.
+    """
+    found = FINAL_ANSWER.search(row["answer"])
+    if found is None:
+        raise ValueError(f"no `#### N` in the answer {row['answer']!r}")
+    problem = Problem(f"Question: {row['question']}\nAnswer:", found.group(1))
+    return Question(problem, " " + CALCULATOR_MARK.sub("", row["answer"]))
+
+
+def load(path: str | None) -> tuple[list[Question], list[Question]]:
+    """Training and test questions.
+
+    Args:
+        path: A directory with ``train.jsonl`` and ``test.jsonl``; None loads the public data set
+            by name, which needs the package ``datasets`` and the Hugging Face hub (or its cache).
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        RuntimeError: the public data set cannot be had here; says what to do.
+    """
+    if path is None:
+        train, test = _hub_rows()
+    else:
+        train, test = (read_jsonl(Path(path) / f"{name}.jsonl") for name in ("train", "test"))
+    return [question_of_row(row) for row in train], [question_of_row(row) for row in test]
+
+
+def _hub_rows() -> list[Sequence[Mapping[str, str]]]:
+    instead = "or pass --data, a directory with train.jsonl and test.jsonl of github.com/openai/grade-school-math"
+    try:
+        from datasets import load_dataset  # type: ignore[import-not-found]
+    except ImportError:
+        raise RuntimeError(f"{HUB_NAME} is loaded with `pip install datasets`; install it, {instead}") from None
+    try:
+        splits = load_dataset(HUB_NAME, "main")
+    except OSError as error:  # ConnectionError, and what the hub raises for a missing file
+        raise RuntimeError(f"{HUB_NAME} could not be loaded ({error}); see to the connection, {instead}") from error
+    return [list(splits["train"]), list(splits["test"])]
+
+
+def reward(text: str, answer: str) -> float:
+    """1 where the number behind the first ``####`` equals the reference, else 0.
+
+    ``1,200``, ``$1200`` and ``1200.00`` are one number. Only the first mark counts: a list of
+    guesses earns nothing for its second. What is no plain number earns nothing either, and is
+    never handed to the symbolic parser: a model could write an expression that takes it minutes.
+    """
+    found = FINAL_ANSWER.search(text)
+    given = found.group(1).rstrip(".,") if found else ""
+    return float(NUMBER.fullmatch(given) is not None and equal_numbers(given, answer))
+
+
+@lru_cache(maxsize=1 << 16)  # a millisecond each, and a group repeats its few answers
+def equal_numbers(given: str, reference: str) -> bool:
+    """Whether math-verify takes the two for the same number."""
+    from math_verify import ExprExtractionConfig, parse, verify
+
+    left, right = (parse(text, [ExprExtractionConfig()]) for text in (reference, given))
+    return bool(left) and bool(right) and verify(left, right)
