@@ -1,0 +1,66 @@
+"""The HTTP application: routers, the guard in front of them, and one exception handler behind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+
+from .._version import __version__
+from ..errors import TrainSessionError
+from ..service.service import Service
+from .auth import Authenticate
+from .doors import native
+from .guard import Guard
+from .responses import error_response
+from .schemas import MSGPACK_REQUESTS
+
+
+def create_app(service: Service, *, authenticate: Authenticate, hosts: Collection[str] | None = None) -> FastAPI:
+    """The service over HTTP.
+
+    Args:
+        service: Open, and used on the event loop that serves this app.
+        authenticate: The project of a request, or `AuthenticationFailed`.
+        hosts: Names that the ``Host`` header may carry (`guard.LOOPBACK_HOSTS`), or None for any.
+    """
+    app = FastAPI(
+        title="trainsession",
+        version=__version__,
+        description="Post-training sessions: train, sample, save and load.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.state.authenticate = authenticate
+    app.include_router(native.public)
+    app.include_router(native.router)
+    for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_middleware(Guard, hosts=hosts)
+    _describe_msgpack(app)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.state.request_id)
+
+
+def _describe_msgpack(app: FastAPI) -> None:
+    """Add the msgpack bodies' schemas to OpenAPI, where FastAPI sees only what it parses itself."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = describe()
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in MSGPACK_REQUESTS], ref_template="#/components/schemas/{model}"
+        )
+        document["components"]["schemas"].update(definitions["$defs"])
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

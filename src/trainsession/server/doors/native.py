@@ -1,0 +1,296 @@
+"""The native door: `docs/wire.md`, route by route. It translates and decides nothing."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel as PydanticModel
+
+from ..._version import __version__
+from ...errors import InvalidRequest, UnsupportedMediaType
+from ...limits import LIMITS
+from ...service.requests import OperationRequest, SampleRequest
+from ...service.service import Service
+from ...types import SessionInfo
+from ...wire import MEDIA_TYPE, pack
+from .. import schemas
+from ..auth import Project, authenticated
+from ..responses import MsgpackResponse, error_body, media_type, unpack_body
+
+FRAMES_MEDIA_TYPE = "application/vnd.trainsession.v1+msgpack-frames"
+"""uint32 little-endian length, then that many bytes of msgpack; again and again."""
+_FRAME_LENGTH = struct.Struct("<I")
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": schemas.ErrorBody, "description": "A trainsession error."} for status in ("4XX", "5XX", 422)
+}
+
+
+def _msgpack(body: type[PydanticModel], *, json_too: bool = False) -> dict[str, Any]:
+    """OpenAPI of a msgpack request body: its media type and its logical structure."""
+    schema = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
+    content = {MEDIA_TYPE: schema, **({"application/json": schema} if json_too else {})}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def _service(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+async def _msgpack_body(request: Request) -> dict[str, Any]:
+    """The request's msgpack map, read only after the key was checked."""
+    if media_type(request.headers) != MEDIA_TYPE:
+        raise UnsupportedMediaType(f"this call takes {MEDIA_TYPE}")
+    body = await unpack_body(await request.body())
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body must be a map, got {type(body).__name__}")
+    return body
+
+
+ServiceOf = Annotated[Service, Depends(_service)]
+
+public = APIRouter(prefix="/v1", tags=["service"])
+"""Needs no key: says that a service is here, and which."""
+router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)], responses=_ERRORS)
+
+
+@public.get("/health", response_model=schemas.Health)
+async def health() -> Response:
+    return JSONResponse({"status": "ok", "version": __version__})
+
+
+@router.get("/limits", tags=["service"], response_model=dict[str, float])
+async def limits() -> Response:
+    return JSONResponse(LIMITS.to_wire())
+
+
+# --- base models ----------------------------------------------------------------------------
+
+
+@router.get("/models", tags=["models"], response_model=schemas.Models)
+async def list_models(service: ServiceOf) -> Response:
+    return JSONResponse({"models": [asdict(model) for model in service.list_base_models()]})
+
+
+@router.get(
+    "/models/{name:path}/tokenizer",
+    tags=["models"],
+    response_class=MsgpackResponse,
+    response_model=schemas.TokenizerBundle,
+)
+async def tokenizer(name: str, request: Request, service: ServiceOf) -> Response:
+    """The tokenizer's files and chat template; ``ETag`` is their content hash."""
+    digest, files = await service.tokenizer_bundle(name)
+    etag = f'"{digest}"'
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers={"ETag": etag})
+    return MsgpackResponse({"hash": digest, "files": files}, headers={"ETag": etag})
+
+
+# --- sessions -------------------------------------------------------------------------------
+
+
+@router.post("/sessions", tags=["sessions"], response_model=schemas.SessionOpened)
+async def create_session(body: schemas.CreateSessionBody, project: Project, service: ServiceOf) -> Any:
+    session, epoch = await service.create_session(project, body.to_service())
+    return {"session": session, "epoch": epoch}
+
+
+@router.get("/sessions", tags=["sessions"], response_model=schemas.Sessions)
+async def list_sessions(project: Project, service: ServiceOf) -> Any:
+    return {"sessions": await service.list_sessions(project)}
+
+
+@router.get("/sessions/{session_id}", tags=["sessions"], response_model=SessionInfo)
+async def get_session(session_id: str, project: Project, service: ServiceOf) -> Any:
+    return await service.get_session(project, session_id)
+
+
+@router.post("/sessions/{session_id}/attach", tags=["sessions"], response_model=schemas.SessionAttached)
+async def attach(session_id: str, project: Project, service: ServiceOf) -> Any:
+    """Take a session over: clients of older epochs can no longer submit."""
+    attached = await service.attach(project, session_id)
+    return {
+        "session": attached.session,
+        "epoch": attached.epoch,
+        "next_seq": attached.next_seq,
+        "unfetched": attached.unfetched,
+        "progress": attached.progress,
+    }
+
+
+@router.post("/sessions/{session_id}/close", tags=["sessions"], response_model=SessionInfo)
+async def close_session(session_id: str, project: Project, service: ServiceOf) -> Any:
+    return await service.close_session(project, session_id)
+
+
+@router.post(
+    "/sessions/{session_id}/log",
+    tags=["sessions"],
+    response_model=dict[str, Any],
+    openapi_extra=_msgpack(schemas.MetricsBody, json_too=True),
+)
+async def log_metrics(session_id: str, request: Request, project: Project, service: ServiceOf) -> Response:
+    """Append to the session's metrics log; as msgpack a NaN stays a NaN."""
+    if media_type(request.headers) == MEDIA_TYPE:
+        body = schemas.MetricsBody.model_validate(await _msgpack_body(request))
+    else:
+        body = schemas.MetricsBody.model_validate_json(await request.body())
+    await service.log_metrics(project, session_id, body.metrics, body.step)
+    return JSONResponse({})
+
+
+@router.get("/sessions/{session_id}/log", tags=["sessions"], response_class=MsgpackResponse, response_model=schemas.Log)
+async def read_log(session_id: str, project: Project, service: ServiceOf) -> Response:
+    return MsgpackResponse({"rows": await service.read_log(project, session_id)})
+
+
+# --- operations, samples, results -----------------------------------------------------------
+
+
+@router.post(
+    "/sessions/{session_id}/operations",
+    tags=["operations"],
+    response_model=schemas.OperationAccepted,
+    openapi_extra=_msgpack(schemas.OperationBody),
+)
+async def submit(session_id: str, request: Request, project: Project, service: ServiceOf) -> Response:
+    """Submit one operation; answered once it is durable."""
+    operation = OperationRequest.from_wire(await _msgpack_body(request))
+    operation_id, seq = await service.submit(project, session_id, operation)
+    return JSONResponse({"operation_id": operation_id, "seq": seq})
+
+
+@router.post("/operations/{operation_id}/cancel", tags=["operations"], response_model=schemas.Cancelled)
+async def cancel(operation_id: str, project: Project, service: ServiceOf) -> Response:
+    return JSONResponse({"cancelled": await service.cancel(project, operation_id)})
+
+
+@router.post(
+    "/samples",
+    tags=["operations"],
+    response_model=schemas.SamplesAccepted,
+    openapi_extra=_msgpack(schemas.SamplesBody),
+)
+async def submit_samples(request: Request, project: Project, service: ServiceOf) -> Response:
+    """Submit sampling requests, all or none; answered once they are durable."""
+    body = await _msgpack_body(request)
+    unknown = sorted(str(key) for key in body if key not in ("weights", "requests", "idempotency_key"))
+    weights, requests, key = body.get("weights"), body.get("requests"), body.get("idempotency_key", "")
+    if unknown or not isinstance(weights, dict) or not isinstance(requests, list) or not isinstance(key, str):
+        what = f", got {unknown[0]!r}" if unknown else ""
+        raise InvalidRequest(f"the body is {{weights: map, requests: list, idempotency_key?: string}}{what}")
+    items = [SampleRequest.from_wire(item) for item in requests]
+    ids = await service.submit_samples(project, weights, items, idempotency_key=key)
+    return JSONResponse({"operation_ids": ids})
+
+
+@router.post("/results", tags=["operations"], response_class=MsgpackResponse, response_model=schemas.ResultsBody)
+async def poll_results(body: schemas.PollBody, project: Project, service: ServiceOf) -> Response:
+    """A long poll: answered when one of ``wait`` has ended, or after ``timeout`` seconds."""
+    results = await service.results(project, body.wait, body.ack, body.timeout)
+    return MsgpackResponse(
+        {"results": [result.to_wire() for result in results.results], "positions": results.positions}
+    )
+
+
+@router.get(
+    "/samples/{operation_id}/stream",
+    tags=["operations"],
+    response_class=StreamingResponse,
+    responses={200: {"content": {FRAMES_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def stream(
+    operation_id: str,
+    query: Annotated[schemas.StreamQuery, Query()],
+    request: Request,
+    project: Project,
+    service: ServiceOf,
+) -> Response:
+    """The tokens of a sample as they come, one msgpack frame an event."""
+    events = service.stream(project, operation_id, query.after)
+    # The first event decides whether this is an answer or an error with its own status.
+    first = await anext(events, None)
+    return StreamingResponse(_frames(first, events, request.state.request_id), media_type=FRAMES_MEDIA_TYPE)
+
+
+async def _frames(
+    first: dict[str, Any] | None, events: AsyncIterator[dict[str, Any]], request_id: str
+) -> AsyncIterator[bytes]:
+    try:
+        if first is not None:
+            yield _frame(first)
+        async for event in events:
+            yield _frame(event)
+    except Exception as error:
+        yield _frame({"error": error_body(error, request_id)[1]})
+
+
+def _frame(event: dict[str, Any]) -> bytes:
+    data = pack(event)
+    return _FRAME_LENGTH.pack(len(data)) + data
+
+
+# --- checkpoints, adapters, usage -----------------------------------------------------------
+
+
+@router.get("/checkpoints", tags=["checkpoints"], response_model=schemas.Checkpoints)
+async def list_checkpoints(
+    query: Annotated[schemas.SessionQuery, Query()], project: Project, service: ServiceOf
+) -> Any:
+    return {"checkpoints": await service.list_checkpoints(project, query.session_id)}
+
+
+@router.delete("/checkpoints", tags=["checkpoints"], response_model=dict[str, Any])
+async def delete_checkpoint(
+    query: Annotated[schemas.PathQuery, Query()], project: Project, service: ServiceOf
+) -> Response:
+    await service.delete_checkpoint(project, query.path)
+    return JSONResponse({})
+
+
+@router.get("/checkpoints/files", tags=["checkpoints"], response_model=schemas.CheckpointFiles)
+async def checkpoint_files(
+    query: Annotated[schemas.PathQuery, Query()], project: Project, service: ServiceOf
+) -> Response:
+    return JSONResponse({"files": await service.checkpoint_files(project, query.path)})
+
+
+@router.get(
+    "/checkpoints/file",
+    tags=["checkpoints"],
+    response_class=FileResponse,
+    responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def checkpoint_file(
+    query: Annotated[schemas.FileQuery, Query()], project: Project, service: ServiceOf
+) -> Response:
+    path = await service.read_checkpoint_file(project, query.path, query.name)
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+@router.post(
+    "/adapters", tags=["checkpoints"], response_model=schemas.SavedBody, openapi_extra=_msgpack(schemas.AdapterBody)
+)
+async def import_adapter(request: Request, project: Project, service: ServiceOf) -> Response:
+    """A PEFT adapter becomes a ``weights`` checkpoint."""
+    body = await _msgpack_body(request)
+    unknown = sorted(str(key) for key in body if key not in ("base_model", "name", "files"))
+    base_model, name, files = body.get("base_model"), body.get("name"), body.get("files")
+    if unknown or not isinstance(base_model, str) or not isinstance(name, str) or not _is_file_map(files):
+        what = f", got {unknown[0]!r}" if unknown else ""
+        raise InvalidRequest(f"the body is {{base_model: string, name: string, files: {{name: bytes}}}}{what}")
+    return JSONResponse(asdict(await service.import_adapter(project, base_model, name, cast(dict[str, bytes], files))))
+
+
+def _is_file_map(files: Any) -> bool:
+    return isinstance(files, dict) and all(isinstance(k, str) and isinstance(v, bytes) for k, v in files.items())
+
+
+@router.get("/usage", tags=["usage"], response_model=schemas.UsageReportBody)
+async def usage(query: Annotated[schemas.SessionQuery, Query()], project: Project, service: ServiceOf) -> Response:
+    return JSONResponse(asdict(await service.usage(project, query.session_id)))

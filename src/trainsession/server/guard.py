@@ -1,0 +1,160 @@
+"""What holds for every request before a route sees it: protocol, host, media type, body size.
+
+Pure ASGI, so that bodies and streams pass through without a copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..errors import (
+    IncompatibleVersion,
+    InvalidRequest,
+    PayloadTooLarge,
+    PermissionDenied,
+    UnsupportedMediaType,
+)
+from ..limits import LIMITS, Limits
+from ..wire import MEDIA_TYPE, PROTOCOL_VERSION, VERSION_HEADER, decompress
+from .responses import OFF_LOOP_ABOVE, error_response, media_type
+
+REQUEST_ID_HEADER = "X-Request-Id"
+SUPPORTED_VERSIONS = frozenset({PROTOCOL_VERSION})
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+JSON = "application/json"
+
+
+class Guard:
+    """Checks headers, counts the body as it streams, and names every request.
+
+    Args:
+        hosts: Names that the ``Host`` and ``Origin`` headers may carry, or None for any. A server
+            on loopback without keys needs it: a web page can point a name of its own at 127.0.0.1.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: Collection[str] | None = None, limits: Limits = LIMITS) -> None:
+        self.app = app
+        self.hosts = None if hosts is None else frozenset(hosts)
+        self.limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = f"req_{secrets.token_hex(8)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_named(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                headers[VERSION_HEADER] = str(PROTOCOL_VERSION)
+                headers[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        try:
+            headers = Headers(scope=scope)
+            self._check_origin(headers)
+            _check_version(headers)
+            await self.app(scope, self._limited(headers, receive), send_named)
+        except Exception as error:
+            if started:
+                raise  # the answer has begun: all that is left is to break the connection
+            await error_response(error, request_id)(scope, receive, send_named)
+
+    def _check_origin(self, headers: Headers) -> None:
+        if self.hosts is None:
+            return
+        host = urlsplit(f"//{headers.get('host', '')}").hostname
+        if host not in self.hosts:
+            raise PermissionDenied(f"Host {headers.get('host', '')!r} is not served here")
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).hostname not in self.hosts:
+            raise PermissionDenied(f"requests of web pages of {origin!r} are not served here")
+
+    def _limited(self, headers: Headers, receive: Receive) -> Receive:
+        """``receive`` that refuses an unknown media type or too large a body, and decompresses it.
+
+        Raises (here or while the body is read):
+            UnsupportedMediaType, PayloadTooLarge, InvalidRequest.
+        """
+        length = headers.get("content-length", "0")
+        if "transfer-encoding" not in headers and length == "0":
+            return receive
+        kind = media_type(headers)
+        if kind not in (JSON, MEDIA_TYPE):
+            raise UnsupportedMediaType(f"Content-Type {kind or '(none)'!r}; this service reads {JSON} and {MEDIA_TYPE}")
+        bound = self.limits.max_json_bytes if kind == JSON else self.limits.max_body_bytes
+        if not length.isdigit():
+            raise InvalidRequest(f"Content-Length {length!r} is not a number")
+        if int(length) > bound:
+            raise _too_large(bound)
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding == "identity":
+            return _counted(receive, bound)
+        if encoding != "zstd" or kind != MEDIA_TYPE:
+            raise UnsupportedMediaType(f"Content-Encoding {encoding!r}; msgpack bodies may be zstd, others plain")
+        return _decompressed(_counted(receive, bound), bound)
+
+
+def _counted(receive: Receive, bound: int) -> Receive:
+    received = 0
+
+    async def counted() -> Message:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received > bound:
+            raise _too_large(bound)
+        return message
+
+    return counted
+
+
+def _decompressed(receive: Receive, bound: int) -> Receive:
+    done = False
+
+    async def decompressed() -> Message:
+        nonlocal done
+        if done:
+            return await receive()  # the next thing to come is the disconnect
+        parts: list[bytes] = []
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                break
+        done = True
+        data = b"".join(parts)
+        plain = (
+            decompress(data, bound)
+            if len(data) < OFF_LOOP_ABOVE // 64  # zstd can grow far: decide by a small input
+            else await asyncio.to_thread(decompress, data, bound)
+        )
+        return {"type": "http.request", "body": plain, "more_body": False}
+
+    return decompressed
+
+
+def _check_version(headers: Headers) -> None:
+    """A client that says nothing (curl, other doors' clients) is taken as it is."""
+    version = headers.get(VERSION_HEADER)
+    if version is not None and version not in {str(v) for v in SUPPORTED_VERSIONS}:
+        raise IncompatibleVersion(
+            f"this service speaks protocol {', '.join(map(str, sorted(SUPPORTED_VERSIONS)))}, "
+            f"the request {version!r}; upgrade the older side"
+        )
+
+
+def _too_large(bound: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is larger than {bound} bytes", details={"bound": bound})

@@ -1,0 +1,90 @@
+"""Answers: msgpack bodies, and the one place where an exception becomes a status and a body."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from ..errors import EngineError, InvalidRequest, NotFound, RateLimited, ServiceUnavailable, TrainSessionError
+from ..wire import MEDIA_TYPE, pack, unpack
+
+log = logging.getLogger("trainsession.server")
+
+OFF_LOOP_ABOVE = 1 << 18
+"""Bodies above this many bytes are decoded on a worker thread, so that other calls go on."""
+RETRY_AFTER_SECONDS = 1
+
+
+class MsgpackResponse(Response):
+    """An answer that carries tensors."""
+
+    media_type = MEDIA_TYPE
+
+    def render(self, content: Any) -> bytes:
+        return content if isinstance(content, bytes) else pack(content)
+
+
+async def unpack_body(data: bytes) -> Any:
+    """A msgpack request body.
+
+    Raises:
+        InvalidRequest: not msgpack, or a tensor that does not fit its own header.
+    """
+    return unpack(data) if len(data) < OFF_LOOP_ABOVE else await asyncio.to_thread(unpack, data)
+
+
+def media_type(headers: Mapping[str, str]) -> str:
+    """The request's content type, without its parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def error_response(error: Exception, request_id: str) -> Response:
+    """What a client is told about an exception; never a traceback."""
+    status, body = error_body(error, request_id)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if isinstance(error, (RateLimited, ServiceUnavailable)):
+        headers["Retry-After"] = str(error.details.get("retry_after", RETRY_AFTER_SECONDS))
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def error_body(error: Exception, request_id: str) -> tuple[int, dict[str, Any]]:
+    """Status and JSON body of an exception.
+
+    Anything that is no `TrainSessionError` is a fault of ours: logged with the request id, which is
+    all that the client sees of it.
+    """
+    status, known = _translate(error)
+    if known is None:
+        log.error("request %s failed", request_id, exc_info=error)
+        known = EngineError("the service failed on this request; its log holds the reason under the request id")
+    return status, {**known.to_wire(), "request_id": request_id}
+
+
+def _translate(error: Exception) -> tuple[int, TrainSessionError | None]:
+    if isinstance(error, TrainSessionError):
+        return error.status, error
+    if isinstance(error, (RequestValidationError, ValidationError)):
+        return 422, _invalid(error.errors())
+    if isinstance(error, HTTPException):
+        # FastAPI wraps what the reading of a body raises; the limit of a body is such a case.
+        if isinstance(error.__cause__, TrainSessionError):
+            return error.__cause__.status, error.__cause__
+        if error.status_code == 404:
+            return 404, NotFound("there is no such path; the API's paths are at /openapi.json")
+        return error.status_code, InvalidRequest(str(error.detail))
+    return 500, None
+
+
+def _invalid(problems: Any) -> InvalidRequest:
+    """The first problem that pydantic found, with its place; the input itself is not echoed."""
+    first: Mapping[str, Any] = problems[0]
+    where = ".".join(str(part) for part in first["loc"]) or "body"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return InvalidRequest(f"{where}: {first['msg']}{more}", details={"key": where})

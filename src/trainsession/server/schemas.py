@@ -1,0 +1,255 @@
+"""The native wire as pydantic models: what JSON bodies are checked against, and the OpenAPI document.
+
+Msgpack bodies are described by the same kind of model. Of those the envelope is checked by
+`trainsession.service.requests` and the content by the service, since a rejected operation still
+consumes its number.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import BaseModel as PydanticModel
+
+from ..limits import LIMITS
+from ..service.requests import CreateSession, OperationKind, OperationState
+from ..types import BaseModel, Checkpoint, LoraConfig, SessionInfo
+
+
+def _plain_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what Python's JSON reader takes and JSON does not have: NaN, lone surrogates."""
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_plain_json)]
+
+
+class Request(PydanticModel):
+    """A body of which unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Answer(PydanticModel):
+    """A body of which unknown fields are ignored by the client."""
+
+
+class ErrorBody(Answer):
+    """Of every answer that is no success."""
+
+    code: str
+    message: str
+    details: dict[str, Any]
+    request_id: str
+
+
+class Health(Answer):
+    status: Literal["ok"]
+    version: str
+
+
+class Models(Answer):
+    models: list[BaseModel]
+
+
+class Lora(Request):
+    rank: int = 32
+    alpha: float | None = None
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = False
+    target_modules: list[str] | None = None
+
+
+class CreateSessionBody(Request):
+    base_model: str = ""
+    kind: Literal["trainer", "sampler"] = "trainer"
+    lora: Lora | None = None
+    name: str = ""
+    tags: list[str] = []
+    metadata: JsonObject = {}
+    on_failure: Literal["continue", "skip"] = "continue"
+    from_checkpoint: str | None = None
+    with_optimizer: bool = False
+    idempotency_key: str = ""
+
+    def to_service(self) -> CreateSession:
+        plain = self.model_dump(exclude={"lora", "tags"})
+        lora = None if self.lora is None else LoraConfig.from_wire(self.lora.model_dump())
+        return CreateSession(**plain, lora=lora, tags=tuple(self.tags))
+
+
+class SessionOpened(Answer):
+    session: SessionInfo
+    epoch: int
+
+
+class Sessions(Answer):
+    sessions: list[SessionInfo]
+
+
+class SessionAttached(SessionOpened):
+    next_seq: int
+    unfetched: list[str]
+    progress: Any = None
+
+
+class MetricsBody(Request):
+    metrics: dict[str, Any]
+    step: int | None = None
+
+
+class LogRow(Answer):
+    step: int | None
+    time: float
+    metrics: dict[str, Any]
+
+
+class Log(Answer):
+    rows: list[LogRow]
+
+
+class Cancelled(Answer):
+    cancelled: bool
+
+
+class PollBody(Request):
+    wait: list[str] = Field(default=[], max_length=LIMITS.max_poll_ids)
+    ack: list[str] = Field(default=[], max_length=LIMITS.max_poll_ids)
+    timeout: float = Field(default=0.0, ge=0.0, le=LIMITS.max_poll_seconds)
+
+
+class SessionQuery(Request):
+    session_id: str | None = None
+
+
+class PathQuery(Request):
+    path: str
+
+
+class FileQuery(PathQuery):
+    name: str
+
+
+class StreamQuery(PydanticModel):
+    model_config = ConfigDict(extra="forbid")  # not strict: a query holds text only
+
+    after: int = Field(default=0, ge=0)
+
+
+class Checkpoints(Answer):
+    checkpoints: list[Checkpoint]
+
+
+class CheckpointFile(Answer):
+    name: str
+    size: int
+    sha256: str
+
+
+class CheckpointFiles(Answer):
+    files: list[CheckpointFile]
+
+
+class UsageBody(Answer):
+    prefill: int
+    prefill_cached: int
+    sample: int
+    train: int
+    cost: float
+
+
+class UsageReportBody(Answer):
+    total: UsageBody
+    by_session: dict[str, UsageBody]
+    prices: dict[str, dict[str, float]]
+    currency: str
+    wall_seconds: float
+    busy_seconds: float
+
+
+# --- msgpack bodies: their logical structure ------------------------------------------------
+
+
+class Tensor(Request):
+    """A dense array: ``bytes`` are its little-endian values in C order."""
+
+    dtype: Literal["int64", "int32", "float32"]
+    shape: list[int]
+    bytes: Annotated[str, Field(json_schema_extra={"format": "binary"})]
+
+
+class WireDatum(Request):
+    tokens: Tensor
+    inputs: dict[str, Tensor]
+
+
+class OperationBody(Request):
+    kind: OperationKind
+    seq: int | None = Field(default=None, ge=1)
+    epoch: int | None = Field(default=None, ge=0)
+    idempotency_key: str = ""
+    params: dict[str, Any] = {}
+    data: list[WireDatum] | None = None
+    gradients: list[Tensor] | None = None
+    progress: Any = None
+
+
+class OperationAccepted(Answer):
+    operation_id: str
+    seq: int
+
+
+class WireSampleRequest(Request):
+    prompt: Tensor
+    num_samples: int = 1
+    params: dict[str, Any] = {}
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_logprobs: int = 0
+    session_id: str | None = None
+
+
+class SamplesBody(Request):
+    weights: dict[str, str]
+    requests: list[WireSampleRequest]
+    idempotency_key: str = ""
+
+
+class SamplesAccepted(Answer):
+    operation_ids: list[str]
+
+
+class Result(Answer):
+    operation_id: str
+    state: OperationState
+    value: Any = None
+    error: dict[str, Any] | None = None
+
+
+class ResultsBody(Answer):
+    results: list[Result]
+    positions: dict[str, int]
+
+
+class TokenizerBundle(Answer):
+    hash: str
+    files: dict[str, Annotated[str, Field(json_schema_extra={"format": "binary"})]]
+
+
+class AdapterBody(Request):
+    base_model: str
+    name: str
+    files: dict[str, Annotated[str, Field(json_schema_extra={"format": "binary"})]]
+
+
+class SavedBody(Answer):
+    path: str
+    size_bytes: int
+
+
+MSGPACK_REQUESTS: tuple[type[PydanticModel], ...] = (OperationBody, SamplesBody, AdapterBody, MetricsBody)
