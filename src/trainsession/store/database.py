@@ -1,0 +1,222 @@
+"""One SQLite file: a single writer thread that commits in groups, and readers beside it.
+
+A write is a function of a connection. The writer runs all functions that wait in one transaction,
+each in its own savepoint, so that one fsync makes many of them durable and one that fails takes
+no other with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+
+from ..errors import ServiceUnavailable, StorageError
+from .upgrade import prepare
+
+T = TypeVar("T")
+WriteFunction = Callable[[sa.Connection], T]
+_MAX_GROUP = 1024
+"""Write functions in one transaction."""
+
+
+@dataclass(slots=True)
+class _Write:
+    function: Callable[[sa.Connection], Any]
+    future: asyncio.Future[Any] | None
+    """None: nobody waits, so it needs no commit of its own."""
+    result: Any = None
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class WriterStats:
+    """What the writer did; with ``synchronous=FULL`` in WAL mode a commit is one fsync."""
+
+    commits: int = 0
+    writes: int = 0
+    seconds: float = 0.0
+    """Spent in COMMIT, the fsync included."""
+    errors: int = field(default=0)
+
+
+class Database:
+    """A database file; `open`, then `write` and `read` from one event loop."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.stats = WriterStats()
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._lazy: list[_Write] = []
+        self._lazy_lock = threading.Lock()
+        self._closed = False
+        self._engine = connect(path)
+        self._writer = connect(path, "BEGIN IMMEDIATE")
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="trainsession-read")
+        self._thread = threading.Thread(target=self._write_loop, name="trainsession-writer", daemon=True)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open, create or upgrade the file.
+
+        Raises:
+            StorageError: it cannot be created or written.
+            IncompatibleVersion: a newer version wrote it.
+        """
+        try:
+            prepare(path)
+            database = cls(path)
+            with database._engine.connect() as connection:
+                connection.exec_driver_sql("SELECT 1 FROM meta LIMIT 1")
+        except (exc.DBAPIError, sqlite3.Error, OSError) as error:
+            raise StorageError(f"cannot open the database {path.name}: {_reason(error)}") from error
+        database._thread.start()
+        return database
+
+    async def write(self, function: WriteFunction[T]) -> T:
+        """Run ``function`` in the next transaction; durable when this returns.
+
+        Raises:
+            StorageError: the disk is full, or not writable; nothing of the function remains.
+        """
+        if self._closed:
+            raise ServiceUnavailable("the service is closing")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.put(_Write(function, future))
+        return await future
+
+    def write_lazily(self, function: WriteFunction[Any]) -> None:
+        """Run ``function`` within the next transaction that somebody waits for, or at `close`."""
+        with self._lazy_lock:
+            self._lazy.append(_Write(function, None))
+
+    async def read(self, function: Callable[[sa.Connection], T]) -> T:
+        """Run ``function`` on a connection that sees what was committed."""
+
+        def run() -> T:
+            try:
+                with self._engine.connect() as connection:
+                    return function(connection)
+            except exc.DBAPIError as error:
+                raise StorageError(f"the database cannot be read: {_reason(error)}") from error
+
+        if self._closed:
+            raise ServiceUnavailable("the service is closing")
+        return await asyncio.get_running_loop().run_in_executor(self._readers, run)
+
+    async def close(self) -> None:
+        """Finish the writes that wait, then close the file."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._readers.shutdown(wait=True)
+        self._writer.dispose()
+        self._engine.dispose()
+
+    def _write_loop(self) -> None:
+        closing = False
+        while not closing:
+            group: list[_Write] = []
+            item = self._queue.get()
+            while True:
+                if item is None:
+                    closing = True
+                    break
+                group.append(item)
+                if len(group) >= _MAX_GROUP:
+                    break
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            with self._lazy_lock:
+                lazy, self._lazy = self._lazy, []
+            group = lazy + group
+            if group:
+                self._transact(group)
+                _deliver(group)
+
+    def _transact(self, group: Sequence[_Write]) -> None:
+        try:
+            with self._writer.connect() as connection, connection.begin() as transaction:
+                for item in group:
+                    try:
+                        with connection.begin_nested():
+                            item.result = item.function(connection)
+                    except Exception as error:  # handed to whoever awaits this write
+                        item.error = _translate(error)
+                started = time.perf_counter()
+                transaction.commit()
+                self.stats.seconds += time.perf_counter() - started
+            self.stats.commits += 1
+            self.stats.writes += len(group)
+        except exc.DBAPIError as error:
+            # The transaction is gone as a whole: SQLite rolls back on a full disk or an I/O error.
+            self.stats.errors += 1
+            self._writer.dispose()
+            for item in group:
+                item.error = _translate(error)
+
+
+def connect(path: Path, begin: str = "BEGIN") -> sa.Engine:
+    """An engine whose transactions begin explicitly (pysqlite's own rules would defer them)."""
+    engine = sa.create_engine(f"sqlite:///{path}")
+
+    @event.listens_for(engine, "connect")
+    def _on_connect(connection: sqlite3.Connection, _record: Any) -> None:
+        connection.isolation_level = None
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _on_begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def _deliver(group: Sequence[_Write]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Write]] = {}
+    for item in group:
+        if item.future is not None:
+            by_loop.setdefault(item.future.get_loop(), []).append(item)
+    for loop, items in by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_resolve, items)
+
+
+def _resolve(items: Sequence[_Write]) -> None:
+    for item in items:
+        if item.future is None or item.future.done():
+            continue
+        if item.error is not None:
+            item.future.set_exception(item.error)
+        else:
+            item.future.set_result(item.result)
+
+
+def _translate(error: Exception) -> Exception:
+    """A fault of the disk becomes `StorageError`; a broken constraint stays what it is."""
+    if isinstance(error, exc.IntegrityError | exc.ProgrammingError) or not isinstance(error, exc.DBAPIError):
+        return error
+    return StorageError(f"the database cannot be written: {_reason(error)}")
+
+
+def _reason(error: BaseException) -> str:
+    """The driver's own words, without SQL or parameters."""
+    cause = error.orig if isinstance(error, exc.DBAPIError) else error
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return str(cause)

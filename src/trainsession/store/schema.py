@@ -1,0 +1,187 @@
+"""The tables. Every row carries its project; `migrations/` must always build exactly this."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    UniqueConstraint,
+)
+
+SCHEMA_VERSION = "0001"
+"""The newest migration; an older database is upgraded, a newer one refused."""
+
+metadata = MetaData()
+_RowId = BigInteger().with_variant(Integer, "sqlite")
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", String, primary_key=True),
+    Column("value", String, nullable=False),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("project", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("base_identity", String),
+    Column("lora", JSON),
+    Column("state", String, nullable=False),
+    Column("on_failure", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("tags", JSON, nullable=False),
+    Column("metadata", JSON, nullable=False),
+    Column("idempotency_key", String),
+    Column("request_hash", String, nullable=False),
+    Column("from_checkpoint", String),
+    Column("with_optimizer", Boolean, nullable=False),
+    Column("epoch", Integer, nullable=False),
+    Column("next_seq", Integer, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("progress", JSON),
+    Column("created_at", Float, nullable=False),
+    Column("used_at", Float, nullable=False),
+    Column("closed_at", Float),
+    Column("busy_seconds", Float, nullable=False),
+    UniqueConstraint("project", "idempotency_key"),
+    Index("sessions_by_project", "project", "created_at"),
+)
+"""``next_seq`` is one above the highest finished operation."""
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("busy_seconds", Float, nullable=False),
+)
+
+operations = Table(
+    "operations",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("project", String, nullable=False),
+    Column("session_id", String, ForeignKey("sessions.id")),
+    Column("seq", Integer),
+    Column("kind", String, nullable=False),
+    Column("scope", String, nullable=False),
+    Column("idempotency_key", String),
+    Column("weights", JSON),
+    Column("state", String, nullable=False),
+    Column("tokens", Integer, nullable=False),
+    Column("body_sha256", String, nullable=False),
+    Column("body", LargeBinary),
+    Column("body_blob", String),
+    Column("created_at", Float, nullable=False),
+    Column("finished_at", Float),
+    Column("acked_at", Float),
+    Column("error", JSON),
+    Column("result_sha256", String),
+    Column("result", LargeBinary),
+    Column("result_blob", String),
+    UniqueConstraint("session_id", "seq"),
+    UniqueConstraint("project", "scope", "idempotency_key"),
+    Index("operations_by_state", "state", "session_id"),
+    Index("operations_by_end", "finished_at"),
+)
+"""Training operations have a ``seq``; samples have ``weights`` instead. ``scope`` is where an
+idempotency key is unique: the session's id, or ``samples``."""
+
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("id", _RowId, primary_key=True, autoincrement=True),
+    Column("project", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("operation_id", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("tokens", BigInteger, nullable=False),
+    Column("price", BigInteger, nullable=False),
+    Column("currency", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    UniqueConstraint("operation_id", "kind"),
+    Index("ledger_by_session", "project", "session_id"),
+)
+"""Append-only. ``price`` is millionths of a currency unit per million tokens, as of that moment."""
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("project", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("current", Boolean, nullable=False),
+    Column("listed", Boolean, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("base_identity", String, nullable=False),
+    Column("lora", JSON),
+    Column("has_optimizer", Boolean, nullable=False),
+    Column("files", JSON, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Index(
+        "checkpoints_by_name",
+        "project",
+        "session_id",
+        "kind",
+        "name",
+        unique=True,
+        sqlite_where=Column("current", Boolean).is_(True),
+        postgresql_where=Column("current", Boolean).is_(True),
+    ),
+)
+"""One row per immutable version; ``current`` is the one that the name points to."""
+
+internal_snapshots = Table(
+    "internal_snapshots",
+    metadata,
+    Column("session_id", String, ForeignKey("sessions.id"), primary_key=True),
+    Column("seq", Integer, primary_key=True),
+    Column("window", String, nullable=False),
+    Column("blob", String, nullable=False),
+    Column("sha256", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+"""The engine's state after operation ``seq``; replay starts behind the newest."""
+
+frozen_weights = Table(
+    "frozen_weights",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("project", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("blob", String, nullable=False),
+    Column("sha256", String, nullable=False),
+    Column("used_at", Float, nullable=False),
+    Index("frozen_by_session", "session_id", "used_at"),
+)
+"""Weights of `snapshot` operations (the id) that left the engine's memory."""
+
+metrics = Table(
+    "metrics",
+    metadata,
+    Column("id", _RowId, primary_key=True, autoincrement=True),
+    Column("project", String, nullable=False),
+    Column("session_id", String, ForeignKey("sessions.id"), nullable=False),
+    Column("step", Integer),
+    Column("time", Float, nullable=False),
+    Column("metrics", JSON, nullable=False),
+    Index("metrics_by_session", "session_id"),
+)

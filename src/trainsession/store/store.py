@@ -1,0 +1,92 @@
+"""The database and the blobs of one home, and the rule of which bytes go where."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import StorageError
+from .blobs import LocalBlobs
+from .database import Database
+
+T = TypeVar("T")
+INLINE_BYTES = 256 * 1024
+"""Up to here bytes sit in their row (one fsync in all); above they become a blob (two more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes in a row (``inline``) or in a blob, with their checksum."""
+
+    sha256: str
+    inline: bytes | None = None
+    blob: str | None = None
+
+    def columns(self, prefix: str) -> dict[str, Any]:
+        return {f"{prefix}_sha256": self.sha256, prefix: self.inline, f"{prefix}_blob": self.blob}
+
+    @classmethod
+    def of_row(cls, row: Any, prefix: str) -> Stored:
+        values = row._mapping
+        return cls(values[f"{prefix}_sha256"], values[prefix], values[f"{prefix}_blob"])
+
+
+class Store:
+    """What a home directory holds: ``service.db`` and ``blobs/``."""
+
+    def __init__(self, home: Path) -> None:
+        try:
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StorageError(f"the home {home} cannot be made: {error.strerror}") from error
+        self.database = Database.open(home / "service.db")
+        self.blobs = LocalBlobs(home / "blobs")
+        self._files = ThreadPoolExecutor(2, thread_name_prefix="trainsession-files")
+        self.write = self.database.write
+        self.write_lazily = self.database.write_lazily
+        self.read = self.database.read
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Run blocking file work or a large encoding beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._files, function, *args)
+
+    async def keep(self, prefix: str, data: bytes) -> Stored:
+        """Hold bytes for a row that is about to be written."""
+        if len(data) <= INLINE_BYTES:
+            return Stored(hashlib.sha256(data).hexdigest(), inline=data)
+        blob = await self.in_thread(self.blobs.put, prefix, data)
+        return Stored(blob.sha256, blob=blob.name)
+
+    async def load(self, stored: Stored) -> bytes:
+        """The bytes again, verified.
+
+        Raises:
+            StorageError: they are gone or were changed.
+        """
+        if stored.blob is not None:
+            return await self.in_thread(self.blobs.get, stored.blob, stored.sha256)
+        if stored.inline is None:
+            raise StorageError("these bytes were deleted")
+        return stored.inline
+
+    async def drop_blobs(self, names: Sequence[str]) -> None:
+        def drop() -> None:
+            for name in names:
+                self.blobs.delete(name)
+
+        if names:
+            await self.in_thread(drop)
+
+    @property
+    def fsyncs(self) -> int:
+        """Commits and blob fsyncs so far (a WAL checkpoint's own are not counted)."""
+        return self.database.stats.commits + self.blobs.fsyncs
+
+    async def close(self) -> None:
+        await self.database.close()
+        self._files.shutdown(wait=True)
