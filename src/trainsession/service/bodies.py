@@ -1,0 +1,236 @@
+"""The inside of an operation: parsed and checked once, packed for the log, parsed again for replay."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import wire
+from ..engine.api import EngineInfo
+from ..errors import IncompatibleVersion, InvalidDatum, InvalidRequest, PromptTooLong
+from ..limits import LIMITS
+from ..types import AdamParams, Datum, LossName
+from .requests import OperationRequest
+
+BODY_SCHEMA = 1
+"""Stands in every logged body; a later version still reads the older ones."""
+TRAINING_KINDS = frozenset({"forward", "forward_backward", "forward_keep"})
+SAVE_KINDS = frozenset({"save_state", "save_weights"})
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_MAX_PROGRESS_BYTES = 65_536
+_PARAMS: dict[str, frozenset[str]] = {
+    "forward": frozenset({"loss_fn", "loss_fn_config"}),
+    "forward_backward": frozenset({"loss_fn", "loss_fn_config"}),
+    "forward_keep": frozenset(),
+    "backward": frozenset({"forward_seq"}),
+    "skip": frozenset(),
+    "zero_grad": frozenset(),
+    "save_state": frozenset({"name", "overwrite", "ttl_seconds"}),
+    "save_weights": frozenset({"name", "overwrite", "ttl_seconds"}),
+    "snapshot": frozenset(),
+    "load_state": frozenset({"path", "optimizer"}),
+    "export": frozenset({"merged"}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A checked operation body; which fields are set depends on the kind (`docs/wire.md`)."""
+
+    params: Mapping[str, Any] = field(default_factory=dict)
+    adam: AdamParams | None = None
+    data: Sequence[Datum] = ()
+    gradients: Sequence[npt.NDArray[np.float32]] = ()
+    progress: Any = None
+
+    @property
+    def tokens(self) -> int:
+        """Input positions of all datums."""
+        return sum(datum.model_input.length for datum in self.data)
+
+
+def pack_request(request: OperationRequest) -> bytes:
+    """The bytes that the log keeps, equal for equal requests: number, epoch and key are not in them."""
+    data = request.data
+    if isinstance(data, Sequence) and data and isinstance(data[0], Datum):
+        data = wire.datums_to_wire(data)
+    return wire.pack(
+        {
+            "schema": BODY_SCHEMA,
+            "kind": request.kind,
+            "params": dict(sorted(request.params.items())),
+            "data": data,
+            "gradients": request.gradients,
+            "progress": request.progress,
+        }
+    )
+
+
+def parse_packed(data: bytes) -> Body:
+    """The body of a logged operation."""
+    body = wire.unpack(data)
+    if body["schema"] != BODY_SCHEMA:
+        raise IncompatibleVersion(f"an operation's body has schema {body['schema']}, this version reads {BODY_SCHEMA}")
+    return parse_body(body["kind"], body["params"], body["data"], body["gradients"], body["progress"])
+
+
+def parse_body(kind: str, params: Mapping[str, Any], data: Any, gradients: Any, progress: Any) -> Body:
+    """Check everything that can be checked without an engine.
+
+    Raises:
+        InvalidRequest: names the key; `InvalidDatum` names the datum too.
+    """
+    if kind != "optim_step":
+        unknown = sorted(set(params) - _PARAMS[kind])
+        if unknown:
+            known = ", ".join(sorted(_PARAMS[kind])) or "none"
+            raise _invalid(f"{kind}: unknown parameter {unknown[0]!r}; known are {known}", unknown[0])
+        if progress is not None:
+            raise _invalid(f"{kind}: progress is committed with optim_step only", "progress")
+    if kind not in TRAINING_KINDS and data:
+        raise _invalid(f"{kind} takes no data", "data")
+    if kind != "backward" and gradients:
+        raise _invalid(f"{kind} takes no gradients", "gradients")
+    if kind in TRAINING_KINDS:
+        if kind != "forward_keep":
+            _check_loss(params)
+        return Body(params=params, data=_check_data(data))
+    if kind == "backward":
+        _check_integer(params, "forward_seq")
+        return Body(params=params, gradients=_check_gradients(gradients))
+    if kind == "optim_step":
+        return _optim_body(params, progress)
+    if kind in SAVE_KINDS:
+        _check_save(params)
+    if kind == "load_state":
+        if not isinstance(params.get("path"), str):
+            raise _invalid("load_state: path is missing", "path")
+        _check_flag(params, "optimizer")
+    if kind == "export":
+        _check_flag(params, "merged")
+    return Body(params=params)
+
+
+def check_against(info: EngineInfo, data: Sequence[Datum]) -> None:
+    """Raise `InvalidDatum` for ids outside the vocabulary, `PromptTooLong` beyond the context."""
+    for index, datum in enumerate(data):
+        tokens = datum.model_input.tokens
+        check_ids(info, tokens, f"datum {index}: model_input", {"datum": index, "key": "model_input"})
+        targets = datum.loss_fn_inputs.get("target_tokens")
+        if targets is not None and targets.data.size:
+            where = {"datum": index, "key": "target_tokens"}
+            check_ids(info, targets.data, f"datum {index}: target_tokens", where)
+        if tokens.size > info.context_length:
+            raise PromptTooLong(
+                f"datum {index}: {tokens.size} tokens do not fit the context of {info.context_length}",
+                details={"datum": index, "bound": info.context_length, "value": int(tokens.size)},
+            )
+
+
+def check_ids(info: EngineInfo, tokens: npt.NDArray[Any], what: str, details: dict[str, Any]) -> None:
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= info.vocab_size:
+        raise InvalidDatum(
+            f"{what}: token id {low if low < 0 else high} is outside the vocabulary of {info.vocab_size} "
+            f"({info.base_model})",
+            details=details,
+        )
+
+
+def check_name(name: Any) -> str:
+    """A checkpoint name, which never touches a path of the file system."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or set(name) == {"."}:
+        raise _invalid(f"name: expected 1 to 128 of A-Z a-z 0-9 . _ -, got {name!r}", "name")
+    return name
+
+
+def _check_loss(params: Mapping[str, Any]) -> None:
+    known = get_args(LossName)
+    if params.get("loss_fn") not in known:
+        raise _invalid(f"loss_fn: expected one of {', '.join(known)}, got {params.get('loss_fn')!r}", "loss_fn")
+    config = params.get("loss_fn_config") or {}
+    if not isinstance(config, Mapping):
+        raise _invalid("loss_fn_config: expected a map", "loss_fn_config")
+    for key, value in config.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _invalid(f"loss_fn_config[{key!r}]: expected a finite number, got {value!r}", str(key))
+
+
+def _check_data(data: Any) -> Sequence[Datum]:
+    if not isinstance(data, Sequence) or not data:
+        raise _invalid("data: the batch is empty; give at least one datum", "data")
+    LIMITS.check("max_datums", len(data), "datums")
+    datums = data if isinstance(data[0], Datum) else wire.datums_from_wire(data)
+    for index, datum in enumerate(datums):
+        length = datum.model_input.length
+        if length == 0:
+            raise InvalidDatum(f"datum {index}: model_input is empty", details={"datum": index, "key": "model_input"})
+        for key, tensor in datum.loss_fn_inputs.items():
+            if tensor.data.ndim > 0 and len(tensor) != length and tensor.data.size != 1:
+                raise InvalidDatum(
+                    f"datum {index}: loss_fn_inputs[{key!r}] has {len(tensor)} entries, "
+                    f"but model_input has {length} tokens",
+                    details={"datum": index, "key": key},
+                )
+            if tensor.dtype == "float32" and not np.isfinite(tensor.data).all():
+                raise InvalidDatum(
+                    f"datum {index}: loss_fn_inputs[{key!r}] holds NaN or infinity",
+                    details={"datum": index, "key": key},
+                )
+    return datums
+
+
+def _check_gradients(gradients: Any) -> list[npt.NDArray[np.float32]]:
+    if not isinstance(gradients, Sequence) or not gradients:
+        raise _invalid("gradients: expected one float32 tensor per datum of the forward", "gradients")
+    arrays: list[npt.NDArray[np.float32]] = []
+    for index, gradient in enumerate(gradients):
+        array = gradient
+        if not isinstance(array, np.ndarray) or array.dtype != np.float32:
+            raise InvalidDatum(
+                f"gradients[{index}]: expected a float32 tensor", details={"datum": index, "key": "gradients"}
+            )
+        if not np.isfinite(array).all():
+            raise InvalidDatum(
+                f"gradients[{index}]: holds NaN or infinity", details={"datum": index, "key": "gradients"}
+            )
+        arrays.append(array)
+    return arrays
+
+
+def _optim_body(params: Mapping[str, Any], progress: Any) -> Body:
+    _check_flag(params, "allow_incomplete")
+    adam = AdamParams.from_wire({key: value for key, value in params.items() if key != "allow_incomplete"})
+    if progress is not None and len(wire.pack(progress)) > _MAX_PROGRESS_BYTES:
+        raise _invalid(f"progress: more than {_MAX_PROGRESS_BYTES} bytes; keep a checkpoint for large state", "progress")
+    return Body(params=params, adam=adam, progress=progress)
+
+
+def _check_save(params: Mapping[str, Any]) -> None:
+    if params.get("name") is not None:
+        check_name(params["name"])
+    _check_flag(params, "overwrite")
+    ttl = params.get("ttl_seconds")
+    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < 1e10):
+        raise _invalid(f"ttl_seconds: expected a number of seconds > 0, got {ttl!r}", "ttl_seconds")
+
+
+def _check_flag(params: Mapping[str, Any], key: str) -> None:
+    if not isinstance(params.get(key, False), bool):
+        raise _invalid(f"{key}: expected true or false, got {params[key]!r}", key)
+
+
+def _check_integer(params: Mapping[str, Any], key: str) -> None:
+    value = params.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _invalid(f"{key}: expected a sequence number, got {value!r}", key)
+
+
+def _invalid(message: str, key: str) -> InvalidRequest:
+    return InvalidRequest(message, details={"key": key})
