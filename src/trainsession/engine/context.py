@@ -2,7 +2,7 @@
 
 transformers' modules call our attention function and our linear layers with nothing but tensors;
 both find the rest here. A pass is packed: its T rows are the tokens of many sequences in a row,
-all rows of one adapter beside each other.
+all rows of one adapter beside each other. Segments cover all T rows, in order.
 
 Shapes: T rows, H query heads, G key/value heads, D head dimension.
 """
@@ -33,7 +33,10 @@ class Attention(Protocol):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Causal attention output (T, H, D); ``window`` is a sliding window in tokens."""
+        """Causal attention output (T, H, D).
+
+        With a sliding ``window`` position i attends to i - window + 1 ... i.
+        """
         ...
 
 
@@ -46,18 +49,39 @@ class Segment:
     stop: int
 
 
+PASS_TILE = 128
+"""Rows of one product in exact mode, in training and prefill passes."""
+DECODE_TILE = 32
+"""The same for decode passes, which have few rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassContext:
     segments: Sequence[Segment]
     attention: Attention
+    tile: int = PASS_TILE
+    """A property of the kind of pass, never of its number of rows (DESIGN section 4, "Rounding")."""
+
+    @property
+    def rows(self) -> int:
+        return self.segments[-1].stop if self.segments else 0
+
+    def fits(self, rows: int) -> bool:
+        """Whether a tensor of so many rows holds this pass, as it is or padded to whole tiles."""
+        return rows in (self.rows, self.rows + -self.rows % self.tile)
 
 
 _local = threading.local()
 
 
+def maybe_current() -> PassContext | None:
+    """The pass that runs on this thread, or None outside of one."""
+    return getattr(_local, "context", None)
+
+
 def current() -> PassContext:
     """The pass that runs on this thread."""
-    context: PassContext | None = getattr(_local, "context", None)
+    context = maybe_current()
     if context is None:
         raise RuntimeError("no pass is running: use `running(context)` around the model's forward")
     return context
