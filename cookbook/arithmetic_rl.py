@@ -13,13 +13,12 @@ order. `--random-rewards` is the control: with rewards that mean nothing, nothin
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
 import trainsession as ts
 
-from .lib.config import BaseConfig, option, parse
+from .lib.config import BaseConfig, UsageError, command_line, option
 from .lib.data import Problem, read_jsonl
 from .lib.evaluate import Accuracy, accuracy
 from .lib.plot import save_curve
@@ -65,7 +64,7 @@ def problems_of_file(path: str, held_out: int, seed: int) -> tuple[list[Problem]
     problems = sorted(rows.values(), key=lambda item: item.prompt)
     random.Random(f"rows {seed}").shuffle(problems)
     if len(problems) <= held_out:
-        raise ValueError(f"{path}: {len(problems)} different prompts, none left beside {held_out} held-out ones")
+        raise UsageError(f"{path}: {len(problems)} different prompts, none left beside {held_out} held-out ones")
     return problems[held_out:], problems[:held_out]
 
 
@@ -149,9 +148,5 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
     return before, after
 
 
-def command_line(argv: Sequence[str] | None = None) -> None:
-    main(parse(Config, "python -m cookbook.arithmetic_rl", __doc__, argv))
-
-
 if __name__ == "__main__":
-    command_line()
+    command_line(main, Config, "arithmetic_rl", __doc__)

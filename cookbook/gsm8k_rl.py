@@ -12,12 +12,12 @@ number behind `####` equal to the reference. The sizes suit one GPU; on a CPU ma
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import trainsession as ts
 
-from .lib.config import BaseConfig, option, parse
+from .lib.config import BaseConfig, command_line, option
+from .lib.conversations import Example, tokens_of_example
 from .lib.data import completion_datum, scaled, weight_sum
 from .lib.evaluate import Accuracy, accuracy
 from .lib.gsm8k import Question, load, reward
@@ -53,12 +53,9 @@ def warm_start(
         while len(queue) < config.sft_batch:
             queue += rng.sample(questions, len(questions))
         batch, queue = queue[: config.sft_batch], queue[config.sft_batch :]
-        datums = [
-            completion_datum(tokenizer.encode(q.prompt), [*tokenizer.encode(q.rationale), tokenizer.eos_token_id])
-            for q in batch
-        ]
+        datums = [completion_datum(*tokens_of_example(tokenizer, Example(q.prompt, q.rationale))) for q in batch]
         loss = trainer.forward_backward(scaled(datums, "weights", 1 / weight_sum(datums)), "cross_entropy")
-        rate = config.sft_learning_rate * cosine(step, config.sft_steps, warmup=20)
+        rate = config.sft_learning_rate * cosine(step, config.sft_steps, warmup=min(20, config.sft_steps // 5))
         update = trainer.optim_step(ts.AdamParams(learning_rate=rate, grad_clip_norm=1.0))
         run.log("sft", step + 1, nll=loss.result().metrics["loss:sum"], grad_norm=update.result().metrics["grad_norm"])
 
@@ -67,7 +64,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
     """Train, and return the test accuracy of the base model, after the warm start, and after GRPO."""
     run = Run("gsm8k_rl", config)
     train, test = load(config.data)
-    test = random.Random(f"test {config.seed}").sample(test, config.held_out) if config.held_out else test
+    test = random.Random(f"test {config.seed}").sample(test, min(len(test), config.held_out or len(test)))
     rng = random.Random(config.seed)
     with ts.ServiceClient(config.base_url) as service:
         trainer = service.create_lora_training_client(
@@ -141,9 +138,5 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
     return base, warm, after
 
 
-def command_line(argv: Sequence[str] | None = None) -> None:
-    main(parse(Config, "python -m cookbook.gsm8k_rl", __doc__, argv))
-
-
 if __name__ == "__main__":
-    command_line()
+    command_line(main, Config, "gsm8k_rl", __doc__)

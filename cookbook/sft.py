@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import trainsession as ts
 
-from .lib.config import BaseConfig, option, parse
+from .lib.config import BaseConfig, UsageError, command_line, option
 from .lib.conversations import examples_of_row, tokens_of_example
 from .lib.data import completion_datum, read_jsonl, scaled, weight_sum
 from .lib.evaluate import mean_nll
@@ -44,14 +44,14 @@ def split(datums: Sequence[ts.Datum], fraction: float, seed: int) -> tuple[list[
     random.Random(f"split {seed}").shuffle(order)
     count = min(max(1, round(fraction * len(order))), len(order) - 1)
     if count < 1:
-        raise ValueError(f"{len(order)} usable examples: at least 2 are needed, one of them held out")
+        raise UsageError(f"{len(order)} usable examples: at least 2 are needed, one of them held out")
     return order[count:], order[:count]
 
 
 def main(config: Config) -> tuple[float, float]:
     """Train, and return the held-out NLL per completion token, in nats, before and after."""
     if config.data is None:
-        raise ValueError("sft needs --data, a JSON Lines file; see --help for its rows")
+        raise UsageError("sft needs --data, a JSON Lines file; see --help for its rows")
     run = Run("sft", config)
     rng = random.Random(config.seed)
     with ts.ServiceClient(config.base_url) as service:
@@ -106,9 +106,5 @@ def main(config: Config) -> tuple[float, float]:
     return before, after
 
 
-def command_line(argv: Sequence[str] | None = None) -> None:
-    main(parse(Config, "python -m cookbook.sft", __doc__, argv))
-
-
 if __name__ == "__main__":
-    command_line()
+    command_line(main, Config, "sft", __doc__)

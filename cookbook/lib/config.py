@@ -4,7 +4,8 @@
     class Config(BaseConfig):
         steps: int = option(45, "optimizer steps")
 
-    config = parse(Config, "python -m cookbook.arithmetic_rl", __doc__)
+    if __name__ == "__main__":
+        command_line(main, Config, "arithmetic_rl", __doc__)
 
 Every field is a flag (``group_size`` is ``--group-size``); a boolean field is a switch.
 """
@@ -12,14 +13,20 @@ Every field is a flag (``group_size`` is ``--group-size``); a boolean field is a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import trainsession as ts
+
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 C = TypeVar("C", bound="BaseConfig")
+
+
+class UsageError(ValueError):
+    """What the caller gave cannot be used; the message says what can."""
 
 
 def option(default: Any, help: str) -> Any:
@@ -41,8 +48,26 @@ class BaseConfig:
     out: str | None = option(None, "directory of this run's files; default: runs/<recipe>-<time>")
 
 
+def command_line(
+    main: Callable[[C], object],
+    config: type[C],
+    recipe: str,
+    description: str | None,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Run a recipe's ``main`` with settings from the command line (``argv``, default `sys.argv`).
+
+    An error of the caller's making ends it with one line; any other shows where it came from.
+    """
+    settings = parse(config, f"python -m cookbook.{recipe}", description, argv)
+    try:
+        main(settings)
+    except (UsageError, FileNotFoundError, ts.InvalidRequest, ts.ConnectionFailed) as error:
+        raise SystemExit(f"{recipe}: {error}") from None
+
+
 def parse(config: type[C], prog: str, description: str | None, argv: Sequence[str] | None = None) -> C:
-    """Fill ``config`` from the command line (``argv``, default `sys.argv`)."""
+    """The settings that the flags in ``argv`` (default `sys.argv`) give."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -8,6 +8,8 @@ from typing import Any
 
 import trainsession as ts
 
+from .config import UsageError
+
 Message = Mapping[str, str]
 
 
@@ -23,12 +25,12 @@ def examples_of_row(row: Mapping[str, Any]) -> list[Example]:
     """The examples of one row, by its keys (the shapes that `cookbook.sft` lists).
 
     Raises:
-        ValueError: none of the known shapes.
+        UsageError: none of the known shapes.
     """
     if "messages" in row:
         *context, last = row["messages"]
         if not context or last["role"] != "assistant":
-            raise ValueError("messages: expected at least two, the last one of the role assistant")
+            raise UsageError("messages: expected at least two, the last one of the role assistant")
         return [Example(tuple(context), last["content"])]
     if {"prompt", "completion"} <= row.keys():
         return [Example(row["prompt"], row["completion"])]
@@ -39,7 +41,7 @@ def examples_of_row(row: Mapping[str, Any]) -> list[Example]:
         ]
     if {"question", "answer"} <= row.keys():
         return [Example(_user(row["question"]), row["answer"])]
-    raise ValueError(
+    raise UsageError(
         f"a row with the keys {', '.join(row)}: expected messages, prompt and completion, "
         "instruction and instances, or question and answer"
     )
@@ -57,21 +59,22 @@ def tokens_of_example(tokenizer: ts.Tokenizer, example: Example) -> tuple[list[i
     template twice, with and without its last message; the completion is what the second adds.
 
     Raises:
-        ValueError: the template does not continue its own generation prompt.
+        UsageError: the template does not continue its own generation prompt, or the model has no
+            end token.
     """
+    ends = tokenizer.eos_token_ids
+    if not ends:
+        raise UsageError("this model's tokenizer names no end token, so completions could not end")
     if isinstance(example.prompt, str):
         completion = tokenizer.encode(example.completion, add_special_tokens=False)
-        return tokenizer.encode(example.prompt), [*completion, tokenizer.eos_token_id]
+        return tokenizer.encode(example.prompt), [*completion, ends[0]]
     messages = [dict(message) for message in example.prompt]
     reply = {"role": "assistant", "content": example.completion}
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template([*messages, reply])
     if whole[: len(prompt)] != prompt:
-        raise ValueError(
-            "this model's chat template does not continue its generation prompt; pass prompt/completion rows"
-        )
+        raise UsageError("this chat template does not continue its generation prompt; pass prompt/completion rows")
     completion = whole[len(prompt) :]
-    # ChatML ends a turn with <|im_end|> and a newline; a sampler never gets to the newline.
-    while completion and completion[-1] not in tokenizer.eos_token_ids:
-        completion.pop()
-    return prompt, completion or [*whole[len(prompt) :], tokenizer.eos_token_id]
+    # ChatML ends a turn with <|im_end|> and a newline, but a sampler never gets to the newline.
+    last = max((index for index, token in enumerate(completion) if token in ends), default=None)
+    return prompt, [*completion, ends[0]] if last is None else completion[: last + 1]

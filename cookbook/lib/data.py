@@ -12,6 +12,8 @@ import numpy as np
 
 import trainsession as ts
 
+from .config import UsageError
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -25,7 +27,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a JSON Lines file; blank lines are skipped.
 
     Raises:
-        ValueError: a line that is not a JSON object; names the file and the line.
+        UsageError: a line that is not a JSON object; names the file and the line.
     """
     rows: list[dict[str, Any]] = []
     with open(path, encoding="utf-8") as lines:
@@ -35,9 +37,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from None
+                raise UsageError(f"{path}, line {number}: not valid JSON: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
+                raise UsageError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
             rows.append(row)
     return rows
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from .config import UsageError
 from .data import Problem, read_jsonl
 
 HUB_NAME = "openai/gsm8k"
@@ -37,11 +38,11 @@ def question_of_row(row: Mapping[str, str]) -> Question:
     """From a row of the data set: ``question``, and an ``answer`` that ends with ``#### N``.
 
     Raises:
-        ValueError: no final answer.
+        UsageError: no final answer.
     """
     found = FINAL_ANSWER.search(row["answer"])
     if found is None:
-        raise ValueError(f"no `#### N` in the answer {row['answer']!r}")
+        raise UsageError(f"no `#### N` in the answer {row['answer']!r}")
     problem = Problem(f"Question: {row['question']}\nAnswer:", found.group(1))
     return Question(problem, " " + CALCULATOR_MARK.sub("", row["answer"]))
 
@@ -55,7 +56,7 @@ def load(path: str | None) -> tuple[list[Question], list[Question]]:
 
     Raises:
         FileNotFoundError: a file is missing.
-        RuntimeError: the public data set cannot be had here; says what to do.
+        UsageError: the public data set cannot be had here; says what to do.
     """
     if path is None:
         train, test = _hub_rows()
@@ -69,11 +70,11 @@ def _hub_rows() -> list[Sequence[Mapping[str, str]]]:
     try:
         from datasets import load_dataset  # type: ignore[import-not-found]
     except ImportError:
-        raise RuntimeError(f"{HUB_NAME} is loaded with `pip install datasets`; install it, {instead}") from None
+        raise UsageError(f"{HUB_NAME} is loaded with `pip install datasets`; install it, {instead}") from None
     try:
         splits = load_dataset(HUB_NAME, "main")
     except OSError as error:  # ConnectionError, and what the hub raises for a missing file
-        raise RuntimeError(f"{HUB_NAME} could not be loaded ({error}); see to the connection, {instead}") from error
+        raise UsageError(f"{HUB_NAME} could not be loaded ({error}); see to the connection, {instead}") from error
     return [list(splits["train"]), list(splits["test"])]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import trainsession as ts
 
-from .config import BaseConfig
+from .config import BaseConfig, UsageError
 
 
 class Run:
@@ -29,7 +29,7 @@ class Run:
         config: Written to ``config.json``.
 
     Raises:
-        FileExistsError: ``config.out`` already holds a run; nothing is overwritten.
+        UsageError: ``config.out`` already holds a run; nothing is overwritten.
     """
 
     def __init__(self, recipe: str, config: BaseConfig) -> None:
@@ -39,7 +39,7 @@ class Run:
         self.started = time.monotonic()
         self._metrics = self.directory / "metrics.jsonl"
         if self._metrics.exists():
-            raise FileExistsError(f"{self.directory} already holds a run; pass another --out")
+            raise UsageError(f"{self.directory} already holds a run; pass another --out")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from cookbook.lib.config import UsageError
 from cookbook.lib.conversations import Example, examples_of_row
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
@@ -20,10 +21,10 @@ def test_each_shape_of_row():
 
 @pytest.mark.parametrize("messages", [[ASSISTANT], [USER], [ASSISTANT, USER]])
 def test_messages_must_end_with_a_reply(messages: list[dict[str, str]]):
-    with pytest.raises(ValueError, match="the last one of the role assistant"):
+    with pytest.raises(UsageError, match="the last one of the role assistant"):
         examples_of_row({"messages": messages})
 
 
 def test_an_unknown_shape_names_its_keys_and_the_known_ones():
-    with pytest.raises(ValueError, match=r"keys text, label: expected messages, prompt and completion"):
+    with pytest.raises(UsageError, match=r"keys text, label: expected messages, prompt and completion"):
         examples_of_row({"text": "a", "label": 1})

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import trainsession as ts
+from cookbook.lib.config import UsageError
 from cookbook.lib.data import completion_datum, read_jsonl, scaled, weight_sum
 
 
@@ -53,8 +54,8 @@ def test_read_jsonl_names_the_line(tmp_path: Path):
     path.write_text('{"a": 1}\n\n{"a": 2}\n')
     assert read_jsonl(path) == [{"a": 1}, {"a": 2}]
     path.write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(ValueError, match="line 2: not valid JSON"):
+    with pytest.raises(UsageError, match="line 2: not valid JSON"):
         read_jsonl(path)
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1: expected a JSON object, got list"):
+    with pytest.raises(UsageError, match="line 1: expected a JSON object, got list"):
         read_jsonl(path)

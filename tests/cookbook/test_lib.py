@@ -9,7 +9,7 @@ import pytest
 
 import trainsession as ts
 from cookbook import arithmetic_rl, gsm8k_rl, sft
-from cookbook.lib.config import BaseConfig, option, parse
+from cookbook.lib.config import BaseConfig, UsageError, command_line, option, parse
 from cookbook.lib.evaluate import Proportion
 from cookbook.lib.plot import running_mean, save_curve
 from cookbook.lib.run import Run, usage_table
@@ -54,10 +54,15 @@ def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("recipe", [arithmetic_rl, gsm8k_rl, sft])
 def test_every_recipe_has_the_common_flags(recipe, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
-        recipe.command_line(["--help"])
+        command_line(recipe.main, recipe.Config, "recipe", recipe.__doc__, ["--help"])
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
     assert all(flag in shown for flag in ("--base-url", "--model", "--data", "--steps", "--seed", "--out"))
+
+
+def test_an_error_of_the_caller_is_one_line(tmp_path: Path):
+    with pytest.raises(SystemExit, match=r"^sft: sft needs --data"):
+        command_line(sft.main, sft.Config, "sft", sft.__doc__, ["--out", str(tmp_path)])
 
 
 def test_run_writes_settings_metrics_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -88,7 +93,7 @@ def test_run_writes_settings_metrics_and_summary(tmp_path: Path, capsys: pytest.
 def test_a_run_never_overwrites_another(tmp_path: Path):
     config = Config(out=str(tmp_path))
     Run("recipe", config).log("train", 1, reward=1.0)
-    with pytest.raises(FileExistsError, match="another --out"):
+    with pytest.raises(UsageError, match="another --out"):
         Run("recipe", config)
 
 

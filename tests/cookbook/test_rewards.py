@@ -8,6 +8,7 @@ import pytest
 
 from cookbook import arithmetic_rl
 from cookbook.lib import gsm8k
+from cookbook.lib.config import UsageError
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed (extra: cookbook)"
@@ -71,7 +72,7 @@ def test_the_reference_rationale_of_every_question_earns_its_reward():
 
 
 def test_a_missing_final_answer_is_an_error():
-    with pytest.raises(ValueError, match="no `#### N`"):
+    with pytest.raises(UsageError, match="no `#### N`"):
         gsm8k.question_of_row({"question": "How many?", "answer": "None."})
 
 
@@ -86,5 +87,5 @@ def test_load_from_a_directory(tmp_path: Path):
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is installed")
 def test_the_public_data_set_without_its_package_says_what_to_do():
-    with pytest.raises(RuntimeError, match=r"pip install datasets.*--data"):
+    with pytest.raises(UsageError, match=r"pip install datasets.*--data"):
         gsm8k.load(None)

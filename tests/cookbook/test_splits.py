@@ -8,6 +8,7 @@ import pytest
 
 import trainsession as ts
 from cookbook import arithmetic_rl, sft
+from cookbook.lib.config import UsageError
 from cookbook.lib.data import completion_datum
 
 
@@ -50,7 +51,7 @@ def test_rows_of_a_file_split_by_prompt(tmp_path: Path):
     train, test = arithmetic_rl.problems_of_file(str(path), 3, seed=0)
     assert (len(train), len(test)) == (7, 3)
     assert {p.prompt: p.answer for p in [*train, *test]} == {f"p{i}": str(i) for i in range(10)}
-    with pytest.raises(ValueError, match="10 different prompts, none left"):
+    with pytest.raises(UsageError, match="10 different prompts, none left"):
         arithmetic_rl.problems_of_file(str(path), 10, seed=0)
 
 
@@ -65,5 +66,5 @@ def test_supervised_split_covers_everything_once():
 
 def test_supervised_split_needs_two_examples():
     datum: ts.Datum = completion_datum([1], [2])
-    with pytest.raises(ValueError, match="at least 2"):
+    with pytest.raises(UsageError, match="at least 2"):
         sft.split([datum], 0.1, seed=0)
