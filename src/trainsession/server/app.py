@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from typing import Any
 
@@ -21,13 +22,20 @@ from .responses import error_response
 from .schemas import MSGPACK_REQUESTS
 
 
-def create_app(service: Service, *, authenticate: Authenticate, hosts: Collection[str] | None = None) -> FastAPI:
+def create_app(
+    service: Service,
+    *,
+    authenticate: Authenticate,
+    hosts: Collection[str] | None = None,
+    closing: asyncio.Future[None] | None = None,
+) -> FastAPI:
     """The service over HTTP.
 
     Args:
         service: Open, and used on the event loop that serves this app.
         authenticate: The project of a request, or `AuthenticationFailed`.
         hosts: Names that the ``Host`` header may carry (`guard.LOOPBACK_HOSTS`), or None for any.
+        closing: Done when the server begins to stop: long polls and streams then end.
     """
     app = FastAPI(
         title="trainsession",
@@ -38,6 +46,7 @@ def create_app(service: Service, *, authenticate: Authenticate, hosts: Collectio
     )
     app.state.service = service
     app.state.authenticate = authenticate
+    app.state.closing = closing
     app.include_router(native.public)
     app.include_router(native.router)
     for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):

@@ -62,7 +62,7 @@ class Guard:
 
         try:
             headers = Headers(scope=scope)
-            self._check_origin(headers)
+            self._check_origin(scope, headers)
             _check_version(headers)
             await self.app(scope, self._limited(headers, receive), send_named)
         except Exception as error:
@@ -70,8 +70,9 @@ class Guard:
                 raise  # the answer has begun: all that is left is to break the connection
             await error_response(error, request_id)(scope, receive, send_named)
 
-    def _check_origin(self, headers: Headers) -> None:
-        if self.hosts is None:
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        _, port = scope.get("server") or ("", None)
+        if self.hosts is None or port is None:  # a Unix socket: no web page gets there
             return
         host = urlsplit(f"//{headers.get('host', '')}").hostname
         if host not in self.hosts:

@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel as PydanticModel
 
 from ..._version import __version__
-from ...errors import InvalidRequest, UnsupportedMediaType
+from ...errors import InvalidRequest, ServiceUnavailable, UnsupportedMediaType
 from ...limits import LIMITS
 from ...service.requests import OperationRequest, SampleRequest
 from ...service.service import Service
@@ -21,6 +21,7 @@ from ...wire import MEDIA_TYPE, pack
 from .. import schemas
 from ..auth import Project, authenticated
 from ..responses import MsgpackResponse, error_body, media_type, unpack_body
+from ..waiting import unless_closing, while_connected
 
 FRAMES_MEDIA_TYPE = "application/vnd.trainsession.v1+msgpack-frames"
 """uint32 little-endian length, then that many bytes of msgpack; again and again."""
@@ -190,9 +191,10 @@ async def submit_samples(request: Request, project: Project, service: ServiceOf)
 
 
 @router.post("/results", tags=["operations"], response_class=MsgpackResponse, response_model=schemas.ResultsBody)
-async def poll_results(body: schemas.PollBody, project: Project, service: ServiceOf) -> Response:
+async def poll_results(body: schemas.PollBody, request: Request, project: Project, service: ServiceOf) -> Response:
     """A long poll: answered when one of ``wait`` has ended, or after ``timeout`` seconds."""
-    results = await service.results(project, body.wait, body.ack, body.timeout)
+    poll = service.results(project, body.wait, body.ack, body.timeout)
+    results = await while_connected(request, poll) if body.timeout else await poll
     return MsgpackResponse(
         {"results": [result.to_wire() for result in results.results], "positions": results.positions}
     )
@@ -214,20 +216,21 @@ async def stream(
     """The tokens of a sample as they come, one msgpack frame an event."""
     events = service.stream(project, operation_id, query.after)
     # The first event decides whether this is an answer or an error with its own status.
-    first = await anext(events, None)
-    return StreamingResponse(_frames(first, events, request.state.request_id), media_type=FRAMES_MEDIA_TYPE)
+    first = await while_connected(request, anext(events, None))
+    return StreamingResponse(_frames(request, first, events), media_type=FRAMES_MEDIA_TYPE)
 
 
 async def _frames(
-    first: dict[str, Any] | None, events: AsyncIterator[dict[str, Any]], request_id: str
+    request: Request, event: dict[str, Any] | None, events: AsyncIterator[dict[str, Any]]
 ) -> AsyncIterator[bytes]:
     try:
-        if first is not None:
-            yield _frame(first)
-        async for event in events:
+        while event is not None:
             yield _frame(event)
+            event = await unless_closing(request, anext(events, None))
+    except ServiceUnavailable:
+        return  # no last frame: the client resumes where it is, here or at this service's successor
     except Exception as error:
-        yield _frame({"error": error_body(error, request_id)[1]})
+        yield _frame({"error": error_body(error, request.state.request_id)[1]})
 
 
 def _frame(event: dict[str, Any]) -> bytes:

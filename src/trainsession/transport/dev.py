@@ -1,0 +1,94 @@
+"""`trainsession serve --dev`: a home on a loopback port as well as on its private socket."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engine.api import EngineHandle
+from ..errors import ServiceUnavailable
+from ..server.running import Server, bind_tcp
+from .embedded import OpenHost, local_host
+from .home import HomeLock, prepare, published
+from .serving import serve_home
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..types import BaseModel
+
+
+class AnnouncingHost:
+    """An engine host that says on the console what it loads, and in which mode it runs."""
+
+    def __init__(self, host: Any, console: Console) -> None:
+        self._host, self._console = host, console
+        self._announced: set[str] = set()
+
+    def list_base_models(self) -> list[BaseModel]:
+        return self._host.list_base_models()
+
+    def resolve(self, base_model: str) -> str:
+        return self._host.resolve(base_model)
+
+    async def open(self, base_model: str) -> EngineHandle:
+        handle: EngineHandle = await self._host.open(base_model)
+        info = handle.info
+        if info.base_model not in self._announced:
+            self._announced.add(info.base_model)
+            mode = "exact (results are bit-equal alone, in a crowd and after replay)" if info.exact else "not exact"
+            self._console.print(f"loaded {info.base_model} on {info.device}, {info.dtype}, {mode}", markup=False)
+        return handle
+
+    async def tokenizer_files(self, base_model: str) -> dict[str, bytes]:
+        return await self._host.tokenizer_files(base_model)
+
+    async def close(self) -> None:
+        await self._host.close()
+
+
+def serve_dev(host: str, port: int, home: Path, console: Console, open_host: OpenHost = local_host) -> None:
+    """Serve until SIGINT or SIGTERM; a second signal does not wait for running requests.
+
+    Raises:
+        ServiceUnavailable: another process serves this home, or the port is taken.
+        StorageError: the home cannot be written.
+    """
+    run = prepare(home)
+    lock = HomeLock(run)
+    if not lock.acquire():
+        location = published(run)
+        who = f"process {location.pid}" if location else "another process"
+        raise ServiceUnavailable(f"{who} serves {home} already; stop it, or give another --home")
+    try:
+        try:
+            listener = bind_tcp(host, port)
+        except OSError as error:
+            raise ServiceUnavailable(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        with listener:
+            engines = AnnouncingHost(open_host(), console)
+            shown = f"[{host}]" if ":" in host else host
+            url = f"http://{shown}:{listener.getsockname()[1]}"
+
+            def on_ready(_socket: str, server: Server) -> None:
+                loop = asyncio.get_running_loop()
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    loop.add_signal_handler(number, _stop, server)
+                names = [model.name for model in engines.list_base_models() if model.available]
+                console.print(f"trainsession at {url} (no keys: this machine only)", markup=False)
+                console.print(f"  home    {home}", markup=False)
+                console.print(f"  models  {', '.join(names) or 'none is here without a model hub'}", markup=False)
+                console.print(f"  use it  TRAINSESSION_BASE_URL={url} python your_loop.py", markup=False)
+
+            asyncio.run(serve_home(home, run, lambda: engines, on_ready, [listener]))
+    finally:
+        lock.release()
+    console.print("stopped; sessions are kept", markup=False)
+
+
+def _stop(server: Server) -> None:
+    if server.should_exit:
+        server.force_exit = True
+    server.stop()
