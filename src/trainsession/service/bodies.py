@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import wire
 from ..engine.api import EngineInfo
-from ..errors import IncompatibleVersion, InvalidDatum, InvalidRequest, PromptTooLong
-from ..limits import LIMITS
-from ..types import AdamParams, Datum, LossName
+from ..engine.loss_inputs import check_data
+from ..errors import IncompatibleVersion, InvalidDatum, InvalidRequest
+from ..types import AdamParams, Datum
 from .requests import OperationRequest
 
 BODY_SCHEMA = 1
@@ -24,6 +23,8 @@ TRAINING_KINDS = frozenset({"forward", "forward_backward", "forward_keep"})
 SAVE_KINDS = frozenset({"save_state", "save_weights"})
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_PROGRESS_BYTES = 65_536
+_UNKNOWN = 2**31 - 1
+"""Stands for a bound that only a loaded engine knows; the engine then checks when it runs."""
 _PARAMS: dict[str, frozenset[str]] = {
     "forward": frozenset({"loss_fn", "loss_fn_config"}),
     "forward_backward": frozenset({"loss_fn", "loss_fn_config"}),
@@ -80,8 +81,10 @@ def parse_packed(data: bytes) -> Body:
     return parse_body(body["kind"], body["params"], body["data"], body["gradients"], body["progress"])
 
 
-def parse_body(kind: str, params: Mapping[str, Any], data: Any, gradients: Any, progress: Any) -> Body:
-    """Check everything that can be checked without an engine.
+def parse_body(
+    kind: str, params: Mapping[str, Any], data: Any, gradients: Any, progress: Any, info: EngineInfo | None = None
+) -> Body:
+    """Check an operation's inside; without ``info`` (no engine yet) all but vocabulary and context.
 
     Raises:
         InvalidRequest: names the key; `InvalidDatum` names the datum too.
@@ -98,9 +101,7 @@ def parse_body(kind: str, params: Mapping[str, Any], data: Any, gradients: Any, 
     if kind != "backward" and gradients:
         raise _invalid(f"{kind} takes no gradients", "gradients")
     if kind in TRAINING_KINDS:
-        if kind != "forward_keep":
-            _check_loss(params)
-        return Body(params=params, data=_check_data(data))
+        return Body(params=params, data=_check_data(kind, params, data, info))
     if kind == "backward":
         _check_integer(params, "forward_seq")
         return Body(params=params, gradients=_check_gradients(gradients))
@@ -115,22 +116,6 @@ def parse_body(kind: str, params: Mapping[str, Any], data: Any, gradients: Any, 
     if kind == "export":
         _check_flag(params, "merged")
     return Body(params=params)
-
-
-def check_against(info: EngineInfo, data: Sequence[Datum]) -> None:
-    """Raise `InvalidDatum` for ids outside the vocabulary, `PromptTooLong` beyond the context."""
-    for index, datum in enumerate(data):
-        tokens = datum.model_input.tokens
-        check_ids(info, tokens, f"datum {index}: model_input", {"datum": index, "key": "model_input"})
-        targets = datum.loss_fn_inputs.get("target_tokens")
-        if targets is not None and targets.data.size:
-            where = {"datum": index, "key": "target_tokens"}
-            check_ids(info, targets.data, f"datum {index}: target_tokens", where)
-        if tokens.size > info.context_length:
-            raise PromptTooLong(
-                f"datum {index}: {tokens.size} tokens do not fit the context of {info.context_length}",
-                details={"datum": index, "bound": info.context_length, "value": int(tokens.size)},
-            )
 
 
 def check_ids(info: EngineInfo, tokens: npt.NDArray[Any], what: str, details: dict[str, Any]) -> None:
@@ -150,39 +135,24 @@ def check_name(name: Any) -> str:
     return name
 
 
-def _check_loss(params: Mapping[str, Any]) -> None:
-    known = get_args(LossName)
-    if params.get("loss_fn") not in known:
-        raise _invalid(f"loss_fn: expected one of {', '.join(known)}, got {params.get('loss_fn')!r}", "loss_fn")
-    config = params.get("loss_fn_config") or {}
+def _check_data(kind: str, params: Mapping[str, Any], data: Any, info: EngineInfo | None) -> Sequence[Datum]:
+    if data is not None and not isinstance(data, Sequence):
+        raise _invalid("data: expected a list of datums", "data")
+    datums = wire.datums_from_wire(data or []) if not data or not isinstance(data[0], Datum) else data
+    loss_fn, config = None, params.get("loss_fn_config") or {}
+    if kind != "forward_keep":
+        loss_fn = params.get("loss_fn")
+        if not isinstance(loss_fn, str):
+            raise _invalid(f"loss_fn: expected a name, got {loss_fn!r}", "loss_fn")
     if not isinstance(config, Mapping):
         raise _invalid("loss_fn_config: expected a map", "loss_fn_config")
-    for key, value in config.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _invalid(f"loss_fn_config[{key!r}]: expected a finite number, got {value!r}", str(key))
-
-
-def _check_data(data: Any) -> Sequence[Datum]:
-    if not isinstance(data, Sequence) or not data:
-        raise _invalid("data: the batch is empty; give at least one datum", "data")
-    LIMITS.check("max_datums", len(data), "datums")
-    datums = data if isinstance(data[0], Datum) else wire.datums_from_wire(data)
-    for index, datum in enumerate(datums):
-        length = datum.model_input.length
-        if length == 0:
-            raise InvalidDatum(f"datum {index}: model_input is empty", details={"datum": index, "key": "model_input"})
-        for key, tensor in datum.loss_fn_inputs.items():
-            if tensor.data.ndim > 0 and len(tensor) != length and tensor.data.size != 1:
-                raise InvalidDatum(
-                    f"datum {index}: loss_fn_inputs[{key!r}] has {len(tensor)} entries, "
-                    f"but model_input has {length} tokens",
-                    details={"datum": index, "key": key},
-                )
-            if tensor.dtype == "float32" and not np.isfinite(tensor.data).all():
-                raise InvalidDatum(
-                    f"datum {index}: loss_fn_inputs[{key!r}] holds NaN or infinity",
-                    details={"datum": index, "key": key},
-                )
+    check_data(
+        datums,
+        loss_fn,
+        config,
+        context_length=_UNKNOWN if info is None else info.context_length,
+        vocab_size=_UNKNOWN if info is None else info.vocab_size,
+    )
     return datums
 
 
@@ -208,7 +178,9 @@ def _optim_body(params: Mapping[str, Any], progress: Any) -> Body:
     _check_flag(params, "allow_incomplete")
     adam = AdamParams.from_wire({key: value for key, value in params.items() if key != "allow_incomplete"})
     if progress is not None and len(wire.pack(progress)) > _MAX_PROGRESS_BYTES:
-        raise _invalid(f"progress: more than {_MAX_PROGRESS_BYTES} bytes; keep a checkpoint for large state", "progress")
+        raise _invalid(
+            f"progress: more than {_MAX_PROGRESS_BYTES} bytes; keep a checkpoint for large state", "progress"
+        )
     return Body(params=params, adam=adam, progress=progress)
 
 

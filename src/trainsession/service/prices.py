@@ -35,7 +35,7 @@ class PriceTable:
         """
         with path.open("rb") as file:
             table = tomllib.load(file, parse_float=Decimal)
-        default = {kind: 0 for kind in KINDS} | _row(path, "default", table.get("default", {}))
+        default = dict.fromkeys(KINDS, 0) | _row(path, "default", table.get("default", {}))
         models = {
             name: default | _row(path, f'models."{name}"', row) for name, row in dict(table.get("models", {})).items()
         }
@@ -46,9 +46,7 @@ class PriceTable:
 
     def shown(self, base_models: set[str]) -> dict[str, dict[str, float]]:
         """Per million tokens in the currency, of these models."""
-        return {
-            model: {kind: self.price(model, kind) / MICRO for kind in KINDS} for model in sorted(base_models)
-        }
+        return {model: {kind: self.price(model, kind) / MICRO for kind in KINDS} for model in sorted(base_models)}
 
     def priced(self, base_model: str, tokens: Mapping[str, int]) -> Usage:
         """Tokens by kind, with their cost."""

@@ -86,7 +86,9 @@ class OperationRequest:
         """Raises `InvalidRequest` where the envelope itself is wrong: such a request has no number."""
         if not isinstance(body, Mapping):
             raise InvalidRequest("operation: expected a map")
-        _known(body, {"seq", "epoch", "kind", "idempotency_key", "params", "data", "gradients", "progress"}, "operation")
+        _known(
+            body, {"seq", "epoch", "kind", "idempotency_key", "params", "data", "gradients", "progress"}, "operation"
+        )
         kind = body.get("kind")
         if kind not in KINDS:
             raise InvalidRequest(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}", details={"key": "kind"})
@@ -216,7 +218,5 @@ def _text(body: Mapping[str, Any], key: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > MAX_KEY_LENGTH:
-        raise InvalidRequest(
-            f"{key}: expected a string of at most {MAX_KEY_LENGTH} characters", details={"key": key}
-        )
+        raise InvalidRequest(f"{key}: expected a string of at most {MAX_KEY_LENGTH} characters", details={"key": key})
     return value

@@ -1,0 +1,301 @@
+"""The operation log: what was accepted, how it ended, and what it cost. SQL and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from .. import wire
+from ..errors import NotFound, SequenceConflict, SessionClosed, SessionFenced, TrainSessionError, from_wire
+from ..store.schema import ledger, operations, sessions
+from ..store.store import Store, Stored
+from .ids import new_id
+from .requests import OperationRequest, OperationResult, OperationState
+from .session import Session
+
+SAMPLE = "sample"
+"""Kind and idempotency scope of samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """``new`` is False for a retry of something that the log already holds."""
+
+    operation_id: str
+    seq: int
+    new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charge:
+    """Tokens of one kind and their price at this moment (`trainsession.service.prices`)."""
+
+    kind: str
+    tokens: int
+    price: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an operation ended. Everything here commits in one transaction, or not at all."""
+
+    operation_id: str
+    state: OperationState
+    result: Stored | None = None
+    error: TrainSessionError | None = None
+    charges: Sequence[Charge] = ()
+    payer: str = ""
+    """Session id of the ledger rows."""
+    base_model: str = ""
+    currency: str = ""
+    advance: Mapping[str, Any] = field(default_factory=dict)
+    """New values of the session's columns, when this operation has a number."""
+    also: Callable[[sa.Connection], None] | None = None
+    """Another row that must exist exactly if this operation is done."""
+
+
+class OperationLog:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def accept(
+        self,
+        session: Session,
+        request: OperationRequest,
+        body: Stored,
+        tokens: int,
+        error: TrainSessionError | None = None,
+    ) -> Accepted:
+        """Log a training operation; with ``error`` as one that was refused and failed at once.
+
+        Raises:
+            SessionFenced, SessionClosed: as of the moment of the transaction.
+            SequenceConflict: the number or key stands for something else already.
+        """
+
+        def write(connection: sa.Connection) -> Accepted:
+            row = connection.execute(_SESSION, {"session": session.id}).one()
+            _check_open(row, request.epoch)
+            same = connection.execute(
+                _SAME, {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
+            ).all()
+            for old in same:
+                _check_same(old, request, body.sha256)
+            if same:
+                return Accepted(operation_id=same[0].id, seq=same[0].seq, new=False)
+            seq = request.seq
+            if seq is None:
+                last = connection.execute(_LAST, {"session": session.id}).scalar() or 0
+                seq = max(last + 1, row.next_seq)
+            now = time.time()
+            values: dict[str, Any] = {
+                "id": new_id("op"),
+                "project": session.project,
+                "session_id": session.id,
+                "seq": seq,
+                "kind": request.kind,
+                "scope": session.id,
+                "idempotency_key": request.idempotency_key or None,
+                "weights": None,
+                "state": "queued" if error is None else "failed",
+                "tokens": tokens,
+                "created_at": now,
+                "finished_at": None if error is None else now,
+                "error": None if error is None else error.to_wire(),
+                **body.columns("body"),
+            }
+            connection.execute(_INSERT, values)
+            return Accepted(operation_id=values["id"], seq=seq, new=True)
+
+        return await self._store.write(write)
+
+    async def accept_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[str] | None:
+        """Log samples, all or none; None when the first one's idempotency key is new.
+
+        Returns the ids of the earlier request with that key, in its order.
+
+        Raises:
+            SequenceConflict: that request was another one.
+        """
+
+        def write(connection: sa.Connection) -> list[str] | None:
+            keys = [row["idempotency_key"] for row in rows if row["idempotency_key"]]
+            if keys:
+                old = connection.execute(
+                    sa.select(operations.c.id, operations.c.idempotency_key, operations.c.body_sha256)
+                    .where(operations.c.project == rows[0]["project"], operations.c.scope == SAMPLE)
+                    .where(operations.c.idempotency_key.in_(keys))
+                ).all()
+                if old:
+                    return _same_samples(rows, {row.idempotency_key: row for row in old})
+            connection.execute(_INSERT, list(rows))
+            return None
+
+        return await self._store.write(write)
+
+    async def finish(self, *endings: Ending) -> None:
+        """Commit how operations ended, with their ledger rows and their session's advance."""
+
+        def write(connection: sa.Connection) -> None:
+            for ending in endings:
+                _finish(connection, ending)
+
+        await self._store.write(write)
+
+    async def body(self, operation_id: str) -> bytes:
+        """The packed body.
+
+        Raises:
+            StorageError: it was deleted or is damaged.
+        """
+        columns = (operations.c.body, operations.c.body_sha256, operations.c.body_blob)
+        row = await self._store.read(
+            lambda connection: connection.execute(sa.select(*columns).where(operations.c.id == operation_id)).one()
+        )
+        return await self._store.load(Stored.of_row(row, "body"))
+
+    async def results(self, project: str, ids: Sequence[str]) -> dict[str, OperationResult | None]:
+        """What the log knows of operations: None where one has not ended, no entry where unknown."""
+        columns = (
+            operations.c.id,
+            operations.c.state,
+            operations.c.error,
+            operations.c.result,
+            operations.c.result_sha256,
+            operations.c.result_blob,
+        )
+        query = sa.select(*columns).where(operations.c.project == project, operations.c.id.in_(list(ids)))
+        rows = await self._store.read(lambda connection: connection.execute(query).all())
+        return {row.id: await self._result(row) for row in rows}
+
+    async def _result(self, row: Any) -> OperationResult | None:
+        if row.state == "queued":
+            return None
+        if row.state != "done":
+            return OperationResult(row.id, row.state, error=from_wire(row.error or {}))
+        if row.result is None and row.result_blob is None:
+            gone = NotFound(f"the result of {row.id} was kept for its time and then deleted")
+            return OperationResult(row.id, "failed", error=gone)
+        return OperationResult(row.id, "done", wire.unpack(await self._store.load(Stored.of_row(row, "result"))))
+
+    def acknowledge(self, project: str, ids: Sequence[str]) -> None:
+        """The client has these; a result that is acknowledged is deleted an hour later."""
+        if ids:
+            query = (
+                sa.update(operations)
+                .where(operations.c.project == project, operations.c.id.in_(list(ids)))
+                .where(operations.c.finished_at.is_not(None), operations.c.acked_at.is_(None))
+                .values(acked_at=time.time())
+            )
+            self._store.write_lazily(lambda connection: connection.execute(query))
+
+
+_INSERT = sa.insert(operations)
+_SESSION = sa.select(sessions.c.epoch, sessions.c.state, sessions.c.next_seq).where(
+    sessions.c.id == sa.bindparam("session")
+)
+_LAST = sa.select(sa.func.max(operations.c.seq)).where(operations.c.session_id == sa.bindparam("session"))
+_SAME = sa.select(
+    operations.c.id, operations.c.seq, operations.c.body_sha256, operations.c.idempotency_key, operations.c.kind
+).where(
+    operations.c.session_id == sa.bindparam("session"),
+    sa.or_(operations.c.seq == sa.bindparam("seq"), operations.c.idempotency_key == sa.bindparam("key")),
+)
+_FINISH = (
+    sa.update(operations)
+    .where(operations.c.id == sa.bindparam("operation"), operations.c.state == "queued")
+    .values(
+        state=sa.bindparam("new_state"),
+        finished_at=sa.bindparam("now"),
+        error=sa.bindparam("new_error", type_=sa.JSON(none_as_null=True)),
+        result=sa.bindparam("new_result"),
+        result_sha256=sa.bindparam("new_sha256"),
+        result_blob=sa.bindparam("new_blob"),
+    )
+    .returning(operations.c.session_id, operations.c.seq, operations.c.project)
+)
+
+
+def _finish(connection: sa.Connection, ending: Ending) -> None:
+    now = time.time()
+    stored = ending.result
+    row = connection.execute(
+        _FINISH,
+        {
+            "operation": ending.operation_id,
+            "new_state": ending.state,
+            "now": now,
+            "new_error": None if ending.error is None else ending.error.to_wire(),
+            "new_result": None if stored is None else stored.inline,
+            "new_sha256": None if stored is None else stored.sha256,
+            "new_blob": None if stored is None else stored.blob,
+        },
+    ).one_or_none()
+    if row is None:  # it had ended before: one end each, so nothing is metered twice
+        return
+    if ending.charges:
+        connection.execute(
+            sa.insert(ledger),
+            [
+                {
+                    "project": row.project,
+                    "session_id": ending.payer,
+                    "operation_id": ending.operation_id,
+                    "base_model": ending.base_model,
+                    "kind": charge.kind,
+                    "tokens": charge.tokens,
+                    "price": charge.price,
+                    "currency": ending.currency,
+                    "created_at": now,
+                }
+                for charge in ending.charges
+            ],
+        )
+    if row.seq is not None:
+        # Of two operations whose results are written in the other order, the later one's state stays.
+        connection.execute(
+            sa.update(sessions)
+            .where(sessions.c.id == row.session_id, sessions.c.next_seq <= row.seq)
+            .values(next_seq=row.seq + 1, used_at=now, **ending.advance)
+        )
+    if ending.also is not None:
+        ending.also(connection)
+
+
+def _check_open(row: Any, epoch: int | None) -> None:
+    if row.state == "closed":
+        raise SessionClosed("the session is closed; create a new one, from a checkpoint where you have one")
+    check_epoch(row.epoch, epoch)
+
+
+def check_epoch(present: int, epoch: int | None) -> None:
+    """Raise `SessionFenced` for a client that another one took the session over from."""
+    if epoch is not None and epoch != present:
+        raise SessionFenced(
+            f"another client attached to this session (epoch {present}, yours is {epoch}); attach to take it over",
+            details={"epoch": present, "yours": epoch},
+        )
+
+
+def _check_same(old: Any, request: OperationRequest, sha256: str) -> None:
+    by_key = bool(request.idempotency_key) and old.idempotency_key == request.idempotency_key
+    what = f"idempotency key {request.idempotency_key!r}" if by_key else f"sequence number {old.seq}"
+    details = {"seq": old.seq, "operation_id": old.id}
+    if old.body_sha256 != sha256:
+        raise SequenceConflict(f"{what} was used by a {old.kind} with other parameters", details=details)
+    if request.seq is not None and old.seq != request.seq:
+        raise SequenceConflict(f"{what} was used with sequence number {old.seq}, not {request.seq}", details=details)
+
+
+def _same_samples(rows: Sequence[Mapping[str, Any]], old: Mapping[str, Any]) -> list[str]:
+    ids: list[str] = []
+    for row in rows:
+        match = old.get(row["idempotency_key"])
+        if match is None or match.body_sha256 != row["body_sha256"]:
+            raise SequenceConflict("this idempotency key was used for other samples")
+        ids.append(match.id)
+    return ids

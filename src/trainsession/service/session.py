@@ -1,0 +1,127 @@
+"""A session in memory: its row, its queue of accepted operations, and where the engine stands."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import TrainSessionError
+from ..types import LoraConfig, SessionInfo
+from .bodies import Body
+
+REPLAYED_KINDS = frozenset({"forward_backward", "backward", "optim_step", "zero_grad", "load_state", "snapshot"})
+"""Operations that change what the engine holds; a replay runs these and passes over the others."""
+WINDOW_KINDS = frozenset({"forward_backward", "forward_keep", "backward"})
+"""Operations whose failure leaves an accumulation window incomplete."""
+
+
+@dataclass(slots=True)
+class Operation:
+    """An accepted operation that has not ended, or one that is run again after a restart."""
+
+    id: str
+    seq: int
+    kind: str
+    tokens: int = 0
+    body: Body | None = None
+    """None: still only in the log."""
+    checked: bool = False
+    """The body was checked against the engine's vocabulary and context."""
+    replay: bool = False
+    """It is done; only its effect on the engine is wanted."""
+    error: TrainSessionError | None = None
+    """It was refused, cancelled or skipped: it only has to be passed."""
+    started: bool = False
+
+
+@dataclass(slots=True)
+class KeptForward:
+    """A forward whose graph the engine may still hold, waiting for its backward."""
+
+    operation: Operation
+    body: Body
+    kept_at: float
+
+
+@dataclass(slots=True)
+class Session:
+    """``next_run`` is the number that the engine runs next; ``pending`` holds it and later ones."""
+
+    id: str
+    project: str
+    kind: str
+    base_model: str
+    base_identity: str | None
+    lora: LoraConfig | None
+    on_failure: str
+    state: str
+    epoch: int
+    created_at: float
+    name: str = ""
+    tags: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    from_checkpoint: str | None = None
+    with_optimizer: bool = False
+    step: int = 0
+    progress: Any = None
+    next_run: int = 1
+    pending: dict[int, Operation] = field(default_factory=dict)
+    incomplete: bool = False
+    """Part of the accumulation window failed."""
+    resident: bool = False
+    """The engine holds the adapter, as of operation ``next_run - 1``."""
+    fatal: TrainSessionError | None = None
+    """Why nothing of this session can run, e.g. its adapter does not fit the model."""
+    kept: dict[int, KeptForward] = field(default_factory=dict)
+    completions: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """Operations that ran and whose result is not durable yet, by number."""
+    operations_since_snapshot: int = 0
+    seconds_since_snapshot: float = 0.0
+    snapshot_due: bool = False
+    snapshot_task: asyncio.Task[None] | None = None
+    used_at: float = field(default_factory=time.time)
+
+    @property
+    def head(self) -> Operation | None:
+        """The operation that is next, if it has arrived."""
+        return self.pending.get(self.next_run)
+
+    @property
+    def next_seq(self) -> int:
+        """The first number that was not accepted yet."""
+        seq = self.next_run
+        while seq in self.pending:
+            seq += 1
+        return seq
+
+    @property
+    def waiting_for(self) -> str:
+        if self.fatal is not None:
+            return self.fatal.message
+        if self.pending and self.next_run not in self.pending:
+            return f"sequence number {self.next_run}"
+        return ""
+
+    @property
+    def idle(self) -> bool:
+        return not self.pending and not self.completions
+
+    def info(self) -> SessionInfo:
+        return SessionInfo(
+            session_id=self.id,
+            kind=self.kind,  # type: ignore[arg-type]
+            base_model=self.base_model,
+            state="failed" if self.fatal is not None else self.state,  # type: ignore[arg-type]
+            created_at=self.created_at,
+            next_seq=self.next_seq,
+            lora=None if self.lora is None else self.lora.to_wire(),
+            name=self.name,
+            tags=self.tags,
+            metadata=self.metadata,
+            progress=self.progress,
+            step=self.step,
+            waiting_for=self.waiting_for,
+        )
