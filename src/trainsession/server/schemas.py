@@ -10,27 +10,28 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
 from pydantic import BaseModel as PydanticModel
+from pydantic import ConfigDict, Field, model_validator
 
 from ..limits import LIMITS
 from ..service.requests import CreateSession, OperationKind, OperationState
 from ..types import BaseModel, Checkpoint, LoraConfig, SessionInfo
 
 
-def _plain_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what Python's JSON reader takes and JSON does not have: NaN, lone surrogates."""
-    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    return value
-
-
-JsonObject = Annotated[dict[str, Any], AfterValidator(_plain_json)]
-
-
 class Request(PydanticModel):
     """A body of which unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class JsonRequest(Request):
+    """A JSON body, without what Python's reader takes and JSON does not have: NaN, lone surrogates."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain_json(cls, body: Any) -> Any:
+        json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
+        return body
 
 
 class Answer(PydanticModel):
@@ -65,13 +66,13 @@ class Lora(Request):
     target_modules: list[str] | None = None
 
 
-class CreateSessionBody(Request):
+class CreateSessionBody(JsonRequest):
     base_model: str = ""
     kind: Literal["trainer", "sampler"] = "trainer"
     lora: Lora | None = None
     name: str = ""
     tags: list[str] = []
-    metadata: JsonObject = {}
+    metadata: dict[str, Any] = {}
     on_failure: Literal["continue", "skip"] = "continue"
     from_checkpoint: str | None = None
     with_optimizer: bool = False
@@ -117,7 +118,7 @@ class Cancelled(Answer):
     cancelled: bool
 
 
-class PollBody(Request):
+class PollBody(JsonRequest):
     wait: list[str] = Field(default=[], max_length=LIMITS.max_poll_ids)
     ack: list[str] = Field(default=[], max_length=LIMITS.max_poll_ids)
     timeout: float = Field(default=0.0, ge=0.0, le=LIMITS.max_poll_seconds)
