@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if TYPE_CHECKING:
     from trainsession.engine.engine import LocalEngine
+
     from trainsession.engine.model import LoadedModel
 
 VOCAB_SIZE = 320
@@ -21,7 +22,7 @@ _SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
     "What is 12 + 7? Answer with just the number.",
     "The capital of France is Paris, and 3 + 4 = 7.",
-    "Grüße aus Köln! Ça va? 你好，世界 👋🏽",
+    "Grüße aus Köln! Ça va? 你好 世界 👋🏽",
     "def add(a, b):\n    return a + b\n",
 ]
 _CHAT_TEMPLATE = (
