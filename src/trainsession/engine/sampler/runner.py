@@ -1,0 +1,201 @@
+"""Turns the scheduler's integers into packed passes of the model.
+
+Rows are sorted by weights, so that the rows of one adapter are adjacent.
+
+Shapes: T rows of a pass, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..context import DECODE_TILE, PassContext, Segment
+from ..lora import Adapter
+from ..model import LoadedModel
+from .attention import DecodeGroup, PagedAttention, PrefillGroup, padded_blocks
+from .kv_cache import KVCache
+from .scheduler import Chunk
+from .sequence import Request
+from .sequence import Sequence as Sample
+
+_LOGIT_ROWS = 128
+"""Rows of which logits exist at once where every prompt position is scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Logits of consecutive prompt positions ``start:stop`` of a request."""
+
+    request: Request
+    start: int
+    stop: int
+    logits_TV: torch.Tensor
+
+
+class Runner:
+    """Runs prefill and decode passes over the cache."""
+
+    def __init__(self, model: LoadedModel, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def prefill(
+        self,
+        chunks: Sequence[Chunk],
+        adapters: Mapping[str, Adapter | None],
+        on_scored: Callable[[ScoredRows], None],
+    ) -> dict[str, torch.Tensor]:
+        """Compute chunks of prompts.
+
+        Args:
+            chunks: What to compute.
+            adapters: By request id.
+            on_scored: Called with the logits of every position of prompts whose logprobs are wanted.
+
+        Returns:
+            Logits (V,) of the last position, by request id, of the prompts that are complete now.
+        """
+        chunks = sorted(chunks, key=lambda chunk: chunk.request.weights_key)
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts: list[int] = []
+        for chunk in chunks:
+            starts.append(len(tokens))
+            tokens += chunk.request.prompt[chunk.start : chunk.stop]
+            positions += range(chunk.start, chunk.stop)
+            slots += self._cache.slots(chunk.request.prompt_blocks, chunk.start, chunk.stop)
+        attention = PagedAttention(self._cache, self._tensor(slots), self._prefill_groups(chunks, starts))
+        owners = [adapters[chunk.request.id] for chunk in chunks]
+        segments = _segments(owners, [*starts, len(tokens)])
+        h_TE = self._model.hidden(
+            self._tensor(tokens), self._tensor(positions), PassContext(segments=segments, attention=attention)
+        )
+        for chunk, start, adapter in zip(chunks, starts, owners, strict=True):
+            if not chunk.request.prompt_scored:
+                for scored in self._score(chunk, h_TE[start : start + chunk.stop - chunk.start], adapter):
+                    on_scored(scored)
+        ends = [
+            (chunk, start + chunk.stop - chunk.start - 1, adapter)
+            for chunk, start, adapter in zip(chunks, starts, owners, strict=True)
+            if chunk.stop == len(chunk.request.prompt) and chunk.request.pending
+        ]
+        if not ends:
+            return {}
+        rows = self._tensor([row for _, row, _ in ends])
+        logits_TV = self._logits(h_TE.index_select(0, rows), [adapter for _, _, adapter in ends])
+        return {chunk.request.id: logits_V for (chunk, _, _), logits_V in zip(ends, logits_TV, strict=True)}
+
+    def decode(
+        self, samples: Sequence[Sample], adapters: Mapping[str, Adapter | None]
+    ) -> tuple[list[Sample], torch.Tensor]:
+        """Feed each sample its next token.
+
+        Returns:
+            The samples that want a new token, and their logits (T, V) in the model's dtype.
+        """
+        size = self._cache.block_size
+        samples = sorted(samples, key=lambda s: (s.request.weights_key, padded_blocks(s.computed // size + 1)))
+        lengths = [padded_blocks(sample.computed // size + 1) for sample in samples]
+        order = sorted(range(len(samples)), key=lengths.__getitem__)
+        back = sorted(range(len(samples)), key=order.__getitem__)
+        groups = self._decode_groups([samples[i] for i in order], [lengths[i] for i in order])
+        in_order = order == list(range(len(samples)))
+        attention = PagedAttention(
+            self._cache,
+            self._tensor([slot for s in samples for slot in self._cache.slots(s.blocks, s.computed, s.computed + 1)]),
+            groups,
+            None if in_order else (self._tensor(order), self._tensor(back)),
+        )
+        owners = [adapters[sample.request.id] for sample in samples]
+        context = PassContext(
+            segments=_segments(owners, list(range(len(samples) + 1))), attention=attention, tile=DECODE_TILE
+        )
+        h_TE = self._model.hidden(
+            self._tensor([sample.next_input for sample in samples]),
+            self._tensor([sample.computed for sample in samples]),
+            context,
+        )
+        wanting = [i for i, sample in enumerate(samples) if sample.wants_token]
+        if len(wanting) < len(samples):
+            h_TE = h_TE.index_select(0, self._tensor(wanting))
+        if not wanting:
+            return [], h_TE.new_empty(0, self._model.vocab_size)
+        return [samples[i] for i in wanting], self._logits(h_TE, [owners[i] for i in wanting])
+
+    # --- parts of a pass -------------------------------------------------------------------
+    def _prefill_groups(self, chunks: Sequence[Chunk], starts: Sequence[int]) -> list[PrefillGroup]:
+        size = self._cache.block_size
+        members: dict[tuple[int, int], list[int]] = {}
+        for i, chunk in enumerate(chunks):
+            members.setdefault((chunk.start // size, -(-chunk.stop // size)), []).append(i)
+        groups: list[PrefillGroup] = []
+        for (first, last), indices in members.items():
+            rows: list[int] = []
+            valid: list[int] = []
+            for i in indices:
+                count = chunks[i].stop - chunks[i].start
+                valid += range(len(rows), len(rows) + count)
+                rows += range(starts[i], starts[i] + count)
+                rows += [starts[i] + count - 1] * ((last - first) * size - count)
+            rows_T, valid_T = self._tensor(rows), self._tensor(valid)
+            groups.append(
+                PrefillGroup(
+                    cache_rows=self._cache.rows_of([chunks[i].request.prompt_blocks[:last] for i in indices]),
+                    first=first,
+                    last=last,
+                    rows_BUS=rows_T.view(len(indices), last - first, size),
+                    valid=valid_T,
+                    rows_out=rows_T.index_select(0, valid_T),
+                )
+            )
+        return groups
+
+    def _decode_groups(self, samples: Sequence[Sample], lengths: Sequence[int]) -> list[DecodeGroup]:
+        groups: list[DecodeGroup] = []
+        start = 0
+        for stop in range(1, len(samples) + 1):
+            if stop < len(samples) and lengths[stop] == lengths[start]:
+                continue
+            blocks = lengths[start]
+            # Padding repeats the last block: any finite numbers do, they are masked.
+            tables = [(s.blocks + [s.blocks[-1]] * blocks)[:blocks] for s in samples[start:stop]]
+            groups.append(
+                DecodeGroup(
+                    cache_rows=self._cache.rows_of(tables),
+                    start=start,
+                    stop=stop,
+                    positions_B=self._tensor([s.computed for s in samples[start:stop]]),
+                    keys=blocks * self._cache.block_size,
+                )
+            )
+            start = stop
+        return groups
+
+    def _score(self, chunk: Chunk, h_TE: torch.Tensor, adapter: Adapter | None) -> Iterator[ScoredRows]:
+        for start in range(0, h_TE.shape[0], _LOGIT_ROWS):
+            part = h_TE[start : start + _LOGIT_ROWS]
+            logits_TV = self._model.logits(part, [Segment(adapter, 0, part.shape[0])])
+            first = chunk.start + start
+            yield ScoredRows(chunk.request, first, first + part.shape[0], logits_TV)
+
+    def _logits(self, h_TE: torch.Tensor, owners: Sequence[Adapter | None]) -> torch.Tensor:
+        segments = _segments(owners, list(range(len(owners) + 1)))
+        return self._model.logits(h_TE, segments, tile=DECODE_TILE)
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+
+def _segments(owners: Sequence[Adapter | None], bounds: Sequence[int]) -> list[Segment]:
+    """One segment per run of rows of the same adapter; run ``i`` is ``bounds[i]:bounds[i + 1]``."""
+    segments: list[Segment] = []
+    for i, adapter in enumerate(owners):
+        if segments and segments[-1].adapter is adapter:
+            segments[-1] = Segment(adapter, segments[-1].start, bounds[i + 1])
+        else:
+            segments.append(Segment(adapter, bounds[i], bounds[i + 1]))
+    return segments
