@@ -1,0 +1,160 @@
+"""A post-training loop in plain Python; the heavy calls run on a GPU that you never manage.
+
+import trainsession as ts
+
+service = ts.ServiceClient()
+trainer = service.create_lora_training_client("HuggingFaceTB/SmolLM2-135M-Instruct", rank=16)
+fb = trainer.forward_backward(batch, loss_fn="cross_entropy")
+step = trainer.optim_step(ts.AdamParams(learning_rate=1e-4))
+sampler = trainer.save_weights_and_get_sampling_client()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ._version import __version__
+from .client import (
+    OperationFuture,
+    SampleDelta,
+    SampleStream,
+    SamplingClient,
+    ServiceClient,
+    TrainingClient,
+    as_completed,
+)
+from .errors import (
+    AuthenticationFailed,
+    BudgetExceeded,
+    Cancelled,
+    CheckpointExists,
+    CheckpointMismatch,
+    Conflict,
+    ConnectionFailed,
+    EngineError,
+    IncompatibleVersion,
+    IncompleteGradients,
+    InvalidDatum,
+    InvalidRequest,
+    LimitExceeded,
+    NoGradients,
+    NonFinite,
+    NotFound,
+    OperationSkipped,
+    PayloadTooLarge,
+    PermissionDenied,
+    PromptTooLong,
+    RateLimited,
+    ResultTimeout,
+    SequenceConflict,
+    ServiceUnavailable,
+    SessionClosed,
+    SessionFenced,
+    SnapshotLost,
+    StorageError,
+    TrainSessionError,
+    UnknownModel,
+    UnsupportedMediaType,
+)
+from .limits import LIMITS, Limits
+from .types import (
+    AdamParams,
+    BaseModel,
+    Checkpoint,
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardOutput,
+    LoraConfig,
+    LossName,
+    ModelInput,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    SaveWeightsResponse,
+    SessionInfo,
+    StopReason,
+    TensorData,
+    Usage,
+    UsageReport,
+)
+
+if TYPE_CHECKING:
+    from .tokenization import Tokenizer
+
+__all__ = [
+    "LIMITS",
+    "AdamParams",
+    "AuthenticationFailed",
+    "BaseModel",
+    "BudgetExceeded",
+    "Cancelled",
+    "Checkpoint",
+    "CheckpointExists",
+    "CheckpointMismatch",
+    "Conflict",
+    "ConnectionFailed",
+    "Datum",
+    "EncodedTextChunk",
+    "EngineError",
+    "ForwardBackwardOutput",
+    "IncompatibleVersion",
+    "IncompleteGradients",
+    "InvalidDatum",
+    "InvalidRequest",
+    "LimitExceeded",
+    "Limits",
+    "LoraConfig",
+    "LossName",
+    "ModelInput",
+    "NoGradients",
+    "NonFinite",
+    "NotFound",
+    "OperationFuture",
+    "OperationSkipped",
+    "OptimStepResponse",
+    "PayloadTooLarge",
+    "PermissionDenied",
+    "PromptTooLong",
+    "RateLimited",
+    "ResultTimeout",
+    "SampleDelta",
+    "SampleResponse",
+    "SampleStream",
+    "SampledSequence",
+    "SamplingClient",
+    "SamplingParams",
+    "SaveWeightsResponse",
+    "SequenceConflict",
+    "ServiceClient",
+    "ServiceUnavailable",
+    "SessionClosed",
+    "SessionFenced",
+    "SessionInfo",
+    "SnapshotLost",
+    "StopReason",
+    "StorageError",
+    "TensorData",
+    "Tokenizer",
+    "TrainSessionError",
+    "TrainingClient",
+    "UnknownModel",
+    "UnsupportedMediaType",
+    "Usage",
+    "UsageReport",
+    "__version__",
+    "as_completed",
+]
+
+
+def __getattr__(name: str) -> object:
+    """`Tokenizer` on first use: it alone would double the time that the import takes."""
+    if name == "Tokenizer":
+        from .tokenization import Tokenizer
+
+        return Tokenizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "Tokenizer"])

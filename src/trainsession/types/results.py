@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .data import TensorData
+from .display import samples_html, session_html, shortened, usage_html
 
 StopReason = Literal["stop", "length", "cancelled"]
 """``stop``: an end token, a stop token or a stop string; ``length``: max_tokens or the context."""
@@ -96,8 +97,7 @@ class SampledSequence:
     topk_logprobs: list[list[tuple[int, float]]] | None = None
 
     def __repr__(self) -> str:
-        text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
-        return f"SampledSequence({text!r}, {len(self.tokens)} tokens, {self.stop_reason})"
+        return f"SampledSequence({shortened(self.text, 60)!r}, {len(self.tokens)} tokens, {self.stop_reason})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -121,7 +121,12 @@ class SampleResponse:
         return self.sequences[0].text
 
     def __repr__(self) -> str:
-        return f"SampleResponse({self.sequences!r})"
+        shown = ", ".join(repr(sequence) for sequence in self.sequences[:3])
+        more = f", ... {len(self.sequences)} in all" if len(self.sequences) > 3 else ""
+        return f"SampleResponse({shown}{more})"
+
+    def _repr_html_(self) -> str:
+        return samples_html(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +180,11 @@ class SessionInfo:
     waiting_for: str = ""
     """Why nothing runs, e.g. ``"sequence number 7"`` when a gap blocks the queue."""
 
+    def _repr_html_(self) -> str:
+        return session_html(self)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class UsageReport:
     """Metered tokens and time, of one session or of a project.
 
@@ -198,3 +206,13 @@ class UsageReport:
     @property
     def idle_seconds(self) -> float:
         return max(0.0, self.wall_seconds - self.busy_seconds)
+
+    def __repr__(self) -> str:
+        tokens = ", ".join(f"{count:,} {kind}" for kind, count in self.total.tokens.items() if count) or "no tokens"
+        return (
+            f"UsageReport({tokens}; {self.total.cost:.6f} {self.currency}; {len(self.by_session)} sessions; "
+            f"busy {self.busy_seconds:.1f} s of {self.wall_seconds:.1f} s)"
+        )
+
+    def _repr_html_(self) -> str:
+        return usage_html(self)

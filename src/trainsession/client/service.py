@@ -1,0 +1,350 @@
+"""`ServiceClient`: the way to a service and everything in it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from ..errors import InvalidRequest
+from ..types import BaseModel, Checkpoint, LoraConfig, SaveWeightsResponse, SessionInfo, UsageReport
+from . import checkpoint_files
+from .answers import read, read_session, read_usage
+from .connection import Connection
+from .sampling import FrozenWeights, SamplingClient
+from .training import TrainingClient
+from .twins import off_thread
+from .validation import check_name, check_path, json_copy
+
+if TYPE_CHECKING:
+    from ..tokenization import Tokenizer
+    from ..transport.http import Transport
+
+PROJECT_HEADER = "X-TrainSession-Project"
+OnFailure = Literal["continue", "skip"]
+
+
+class ServiceClient:
+    """Makes training and sampling clients, and lists what the service holds.
+
+    Args:
+        base_url: ``http://host:port`` or ``https://host`` of a service. Default:
+            ``$TRAINSESSION_BASE_URL``; where that is unset too, an embedded service in this process,
+            shared by all processes of ``$TRAINSESSION_HOME`` (``~/.trainsession``).
+        api_key: Default ``$TRAINSESSION_API_KEY``. The embedded service needs none.
+        project: The project to work in, for a key that opens several.
+        storage: For ``sagemaker://`` services only.
+        role_arn: For ``sagemaker://`` services only.
+
+    Nothing is sent or started before the first call. Any thread may use it, and so may a forked
+    process. Leaving the ``with`` block (or `close`, or the end of the script) first waits until all
+    calls have reached the service and checkpoints under way are saved. It closes no session:
+    `attach` continues one later.
+
+    Raises:
+        InvalidRequest: arguments that don't fit together.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        *,
+        project: str | None = None,
+        storage: str | None = None,
+        role_arn: str | None = None,
+    ) -> None:
+        self.base_url = base_url or os.environ.get("TRAINSESSION_BASE_URL") or None
+        self.project = project
+        if self.base_url is not None and self.base_url.startswith("sagemaker:"):
+            raise InvalidRequest("base_url: sagemaker:// is not supported by this version of trainsession")
+        for key, value in (("storage", storage), ("role_arn", role_arn)):
+            if value is not None:
+                raise InvalidRequest(
+                    f"{key}: only a sagemaker:// service takes it, this is {self.base_url or 'the embedded service'}",
+                    details={"key": key},
+                )
+        if self.base_url is None:
+            from ..transport.embedded import open_embedded
+
+            embedded = open_embedded()
+            self._where = repr(embedded)
+            self._connection = Connection(embedded.transport, embedded.close)
+        else:
+            self._where = self.base_url
+            key = api_key or os.environ.get("TRAINSESSION_API_KEY") or None
+            self._connection = Connection(_http(self.base_url, key, project), lambda: None)
+
+    # --- training clients -----------------------------------------------------------------
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        alpha: float | None = None,
+        seed: int | None = None,
+        train_attn: bool = True,
+        train_mlp: bool = True,
+        train_unembed: bool = False,
+        target_modules: Sequence[str] | None = None,
+        *,
+        name: str = "",
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        on_failure: OnFailure = "continue",
+    ) -> TrainingClient:
+        """A new session with a fresh LoRA adapter. The model is loaded by its first operation.
+
+        Args:
+            base_model: A name as in `list_base_models`.
+            rank: 1 to 256.
+            alpha: The adapter is scaled by ``alpha / rank``; default 32.
+            seed: Of the adapter's initial values; the same seed gives the same adapter. Default: drawn
+                by the service, and shown in `TrainingClient.lora`.
+            train_attn: Adapt the attention's projections.
+            train_mlp: Adapt the feed-forward projections.
+            train_unembed: Adapt the unembedding.
+            target_modules: Module name endings (``"q_proj"``) in place of the three flags.
+            name: For people; shown in lists.
+            tags: For people; at most 32.
+            metadata: Any small JSON object; at most 16 KiB.
+            on_failure: What becomes of operations queued behind one that failed: they run
+                (``continue``), or fail as `OperationSkipped` (``skip``).
+
+        Raises:
+            UnknownModel: names those that exist.
+            InvalidRequest: a rank or target that can't be.
+        """
+        lora = LoraConfig(
+            rank=rank,
+            alpha=alpha,
+            seed=seed,
+            train_attn=train_attn,
+            train_mlp=train_mlp,
+            train_unembed=train_unembed,
+            target_modules=None if target_modules is None else tuple(target_modules),
+        )
+        return self._trainer(
+            {"base_model": _model_name(base_model), "lora": lora.to_wire()}, name, tags, metadata, on_failure
+        )
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        *,
+        name: str = "",
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        on_failure: OnFailure = "continue",
+    ) -> TrainingClient:
+        """A new session that starts from a checkpoint's weights, with a new optimizer.
+
+        Args:
+            path: ``ts://...`` of a ``state`` or ``weights`` checkpoint of this project; the rest as in
+                `create_lora_training_client`.
+        """
+        check_path(path)
+        return self._trainer({"from_checkpoint": path, "with_optimizer": False}, name, tags, metadata, on_failure)
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        *,
+        name: str = "",
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        on_failure: OnFailure = "continue",
+    ) -> TrainingClient:
+        """A new session that continues a ``state`` checkpoint exactly, optimizer included.
+
+        Raises:
+            CheckpointMismatch: the checkpoint holds no optimizer.
+        """
+        check_path(path)
+        return self._trainer({"from_checkpoint": path, "with_optimizer": True}, name, tags, metadata, on_failure)
+
+    def attach(self, session_id: str) -> TrainingClient:
+        """Continue a session, from another process if need be, without losing or repeating a step.
+
+        Older clients of the session can submit no more (`SessionFenced`). What they had submitted
+        runs; see `TrainingClient.progress`, ``unfetched`` and `TrainingClient.fetch`.
+
+        Raises:
+            NotFound: no such session in this project.
+        """
+        answer = self._connection.call("POST", f"/v1/sessions/{_session_id(session_id)}/attach")
+        session = read_session(answer["session"])
+        if session.kind != "trainer":
+            raise InvalidRequest(f"session {session_id} has no trainer: it samples from {session.base_model}")
+        return TrainingClient(
+            self._connection, session, answer["epoch"], answer["next_seq"], answer["unfetched"], answer["progress"]
+        )
+
+    # --- sampling clients -----------------------------------------------------------------
+
+    def create_sampling_client(self, base_model: str | None = None, *, path: str | None = None) -> SamplingClient:
+        """A client that samples from a base model, or from a saved ``weights`` checkpoint.
+
+        Args:
+            base_model: A name as in `list_base_models`; or
+            path: ``ts://<session>/weights/<name>``, or ``ts://<session>/live`` for a session's newest
+                snapshot.
+        """
+        if (base_model is None) == (path is None):
+            raise InvalidRequest("create_sampling_client: give base_model= or path=, one of the two")
+        body: dict[str, Any] = {"kind": "sampler"}
+        if path is not None:
+            check_path(path)
+            body["from_checkpoint"] = path
+        else:
+            body["base_model"] = _model_name(base_model)
+        session, _ = self._open_session(body)
+        weights = FrozenWeights(path=path) if path is not None else FrozenWeights(base_model=session.base_model)
+        return SamplingClient(self._connection, weights, session.base_model, session.session_id, owns_session=True)
+
+    # --- what the service holds -----------------------------------------------------------
+
+    def list_base_models(self) -> list[BaseModel]:
+        """The base models that the service offers, those first that load without a model hub."""
+        return [read(BaseModel, model) for model in self._connection.call("GET", "/v1/models")["models"]]
+
+    def list_sessions(self) -> list[SessionInfo]:
+        """The project's sessions, newest first."""
+        return [read_session(session) for session in self._connection.call("GET", "/v1/sessions")["sessions"]]
+
+    def list_checkpoints(self, session_id: str | None = None) -> list[Checkpoint]:
+        """The project's checkpoints, or those of one session."""
+        answer = self._connection.call("GET", "/v1/checkpoints", params={"session_id": session_id})
+        return [read(Checkpoint, checkpoint) for checkpoint in answer["checkpoints"]]
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint. Raises `NotFound` if there is none."""
+        check_path(path)
+        self._connection.call("DELETE", "/v1/checkpoints", params={"path": path})
+
+    def download_checkpoint(self, path: str, directory: str | Path) -> Path:
+        """Write a checkpoint's files into a local directory (made if missing), checksums compared.
+
+        ``weights`` are in PEFT's format. Returns the directory.
+        """
+        check_path(path)
+        return self._connection.io.run(checkpoint_files.download(self._connection.transport, path, directory))
+
+    def import_adapter(
+        self, path: str | Path, *, base_model: str | None = None, name: str | None = None
+    ) -> SaveWeightsResponse:
+        """Make a PEFT adapter on this disk a ``weights`` checkpoint of the service.
+
+        Args:
+            path: Directory with ``adapter_config.json`` and ``adapter_model.safetensors``; nothing
+                else of it is read.
+            base_model: What it was trained on; default: what its configuration says.
+            name: Of the checkpoint; default: the directory's name.
+
+        Returns:
+            Its path, for `create_sampling_client` or `create_training_client_from_state`.
+        """
+        files = checkpoint_files.read_adapter(path)
+        model = base_model or checkpoint_files.base_model_of(files["adapter_config.json"])
+        name = name or Path(path).expanduser().resolve().name
+        check_name(name)
+        body = {"base_model": model, "name": name, "files": files}
+        return read(SaveWeightsResponse, self._connection.call("POST", "/v1/adapters", body=body))
+
+    def get_tokenizer(self, base_model: str) -> Tokenizer:
+        """A base model's tokenizer, handed out by the service."""
+        return self._connection.tokenizer(_model_name(base_model))
+
+    def usage(self, session_id: str | None = None) -> UsageReport:
+        """Metered tokens and what they cost: of the project, or of one session; also while it runs."""
+        return read_usage(self._connection.call("GET", "/v1/usage", params={"session_id": session_id}))
+
+    # --- life -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until all calls have reached the service and checkpoints are saved; then let go of it."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._connection.interrupt()
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"ServiceClient({self._where})"
+
+    # --- async twins ----------------------------------------------------------------------
+
+    create_lora_training_client_async = off_thread(create_lora_training_client)
+    create_training_client_from_state_async = off_thread(create_training_client_from_state)
+    create_training_client_from_state_with_optimizer_async = off_thread(
+        create_training_client_from_state_with_optimizer
+    )
+    attach_async = off_thread(attach)
+    create_sampling_client_async = off_thread(create_sampling_client)
+    list_base_models_async = off_thread(list_base_models)
+    list_sessions_async = off_thread(list_sessions)
+    list_checkpoints_async = off_thread(list_checkpoints)
+    delete_checkpoint_async = off_thread(delete_checkpoint)
+    download_checkpoint_async = off_thread(download_checkpoint)
+    import_adapter_async = off_thread(import_adapter)
+    get_tokenizer_async = off_thread(get_tokenizer)
+    usage_async = off_thread(usage)
+    close_async = off_thread(close)
+
+    def _trainer(
+        self,
+        body: dict[str, Any],
+        name: str,
+        tags: Sequence[str],
+        metadata: Mapping[str, Any] | None,
+        on_failure: OnFailure,
+    ) -> TrainingClient:
+        if isinstance(tags, str):
+            raise InvalidRequest("tags: expected a list of strings, got one string", details={"key": "tags"})
+        if on_failure not in ("continue", "skip"):
+            raise InvalidRequest(f"on_failure: expected 'continue' or 'skip', got {on_failure!r}")
+        session, epoch = self._open_session(
+            {
+                **body,
+                "kind": "trainer",
+                "name": name,
+                "tags": list(tags),
+                "metadata": json_copy(dict(metadata or {}), "metadata"),
+                "on_failure": on_failure,
+            }
+        )
+        return TrainingClient(self._connection, session, epoch, session.next_seq)
+
+    def _open_session(self, body: dict[str, Any]) -> tuple[SessionInfo, int]:
+        answer = self._connection.call("POST", "/v1/sessions", json={**body, "idempotency_key": uuid.uuid4().hex})
+        return read_session(answer["session"]), answer["epoch"]
+
+
+def _http(base_url: str, api_key: str | None, project: str | None) -> Callable[[], Transport]:
+    def open_transport() -> Transport:
+        from ..transport.http import Transport
+
+        return Transport(base_url, api_key, headers={PROJECT_HEADER: project} if project else None)
+
+    return open_transport
+
+
+def _model_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"base_model: expected a name as in list_base_models(), got {name!r}")
+    return name
+
+
+def _session_id(session_id: Any) -> str:
+    if not isinstance(session_id, str) or not session_id or "/" in session_id:
+        raise InvalidRequest(f"session_id: expected a session's id, got {session_id!r}")
+    return session_id

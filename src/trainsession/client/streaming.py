@@ -1,0 +1,124 @@
+"""Samples token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from ..types import StopReason, Usage
+from .answers import read
+from .connection import Connection
+from .futures import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDelta:
+    """What one step added to one sample.
+
+    Attributes:
+        index: Which of the ``num_samples``.
+        tokens: New token ids.
+        logprobs: One per new token.
+        text: Newly readable text: never half a character, never past a stop string.
+        stop_reason: Set on the sample's last delta.
+    """
+
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    text: str
+    stop_reason: StopReason | None = None
+
+
+class SampleStream:
+    """An iterator over `SampleDelta`, for ``for`` in scripts and notebooks and ``async for`` elsewhere.
+
+    Attributes:
+        usage: What was metered, once the stream has ended.
+    """
+
+    def __init__(self, connection: Connection, handle: Handle, submit: Callable[[], Awaitable[str]]) -> None:
+        self.usage: Usage | None = None
+        self._connection = connection
+        self._handle = handle
+        self._deltas = self._read(submit)
+        self._is_over = False
+
+    @property
+    def operation_id(self) -> str | None:
+        return self._handle.operation_id
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> SampleDelta:
+        delta = self._connection.io.run(self._next())
+        if delta is None:
+            raise StopIteration
+        return delta
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SampleDelta:
+        delta = await asyncio.wrap_future(self._connection.io.start(self._next()))
+        if delta is None:
+            raise StopAsyncIteration
+        return delta
+
+    def close(self) -> None:
+        """Stop the samples, if they still run."""
+        self._connection.io.run(self._stop())
+
+    async def aclose(self) -> None:
+        await asyncio.wrap_future(self._connection.io.start(self._stop()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # A loop that was left early: nobody will read, so nobody should pay.
+        if not self._is_over and not self._connection.is_closed:
+            self._connection.io.start(self._handle.cancel())
+
+    async def _next(self) -> SampleDelta | None:
+        return await anext(self._deltas, None)
+
+    async def _stop(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            await self._handle.cancel()
+        await self._deltas.aclose()
+
+    async def _read(self, submit: Callable[[], Awaitable[str]]) -> AsyncGenerator[SampleDelta, None]:
+        operation_id = await submit()
+        frames: AsyncIterator[dict[str, Any]] = self._connection.transport.stream(f"/v1/samples/{operation_id}/stream")
+        async for frame in frames:
+            if frame.get("done"):
+                self.usage = read(Usage, frame.get("usage") or {})
+                break
+            yield SampleDelta(
+                frame["index"],
+                list(frame["tokens"]),
+                list(frame["logprobs"]),
+                frame["text_delta"],
+                frame.get("stop_reason"),
+            )
+        self._is_over = True
+        self._connection.poller.acknowledge(operation_id)
