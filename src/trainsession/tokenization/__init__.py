@@ -1,6 +1,7 @@
 """Tokenizers without transformers: a content-hashed bundle of files, chat templates, streaming text."""
 
+from .bundle import BUNDLE_FILES
 from .detokenizer import IncrementalDetokenizer
-from .tokenizer import BUNDLE_FILES, Tokenizer
+from .tokenizer import Tokenizer
 
 __all__ = ["BUNDLE_FILES", "IncrementalDetokenizer", "Tokenizer"]

@@ -36,6 +36,16 @@ MAX_WIDTH = 100_000
 """The largest whole number that a text method or filter takes (a width, a count)."""
 MAX_INTEGER_BITS = 256
 _STEPS_PER_CLOCK_READ = 64
+_HUGE_PERCENT_FORMAT = re.compile(r"%[^%a-zA-Z]*(\d{6}|\*)")
+_HUGE_BRACE_FORMAT = re.compile(r"\{[^{}]*(\d{6}|\{)")
+_TEXT_FILTERS = frozenset(
+    (
+        *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "join", "lower", "pprint"),
+        *("replace", "safe", "string", "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize"),
+        *("wordcount", "wordwrap", "xmlattr"),
+    )
+)
+"""Filters that make text of whatever they are given."""
 
 
 class TemplateBudgetExceeded(Exception):
@@ -52,18 +62,17 @@ class Budget:
         self._steps = 0
 
     def step(self) -> None:
+        """A loop step: cheap, so that the clock is read for some of them only."""
         self._steps += 1
-        if self._steps % _STEPS_PER_CLOCK_READ == 0 and time.thread_time() > self._deadline:
+        if self._steps % _STEPS_PER_CLOCK_READ == 0:
+            self.check()
+
+    def check(self) -> None:
+        if time.thread_time() > self._deadline:
             raise TemplateBudgetExceeded(f"it ran longer than {MAX_RENDER_SECONDS} s")
 
 
-_budget: ContextVar[Budget | None] = ContextVar("chat_template_budget", default=None)
-
-
-def _step() -> None:
-    budget = _budget.get()
-    if budget is not None:
-        budget.step()
+_budget: ContextVar[Budget] = ContextVar("chat_template_budget")
 
 
 def _bounded(value: Any) -> Any:
@@ -82,7 +91,22 @@ def _check_growth(size: int) -> None:
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple, dict)) else 0
+    return len(value) if isinstance(value, (str, list, tuple, dict, range)) else 0
+
+
+def _items(value: Any) -> int:
+    """Items of an iterable; the most that one can have where it does not say."""
+    return _length(value) if isinstance(value, (str, list, tuple, dict, range)) else MAX_WIDTH
+
+
+def _weigh(value: Any) -> None:
+    """Walk a container before its text is made: shared parts (``[x, x]``, doubled 60 times) count each time."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, (list, tuple, dict)):
+            _budget.get().step()
+            waiting.extend(part.values() if isinstance(part, dict) else part)
 
 
 def _check_text_arguments(name: str, subject: Any, arguments: Iterable[Any]) -> None:
@@ -93,24 +117,27 @@ def _check_text_arguments(name: str, subject: Any, arguments: Iterable[Any]) -> 
             raise TemplateBudgetExceeded(f"{name} with {value}")
     if name == "replace" and len(values) >= 2:
         _check_growth((_length(subject) + 1) * (_length(values[1]) + 1))
-    elif name in ("join", "indent"):
-        _check_growth(_length(subject) * max(map(_length, values), default=0))
+    elif name == "join":
+        _check_growth(_items(subject) * _items(values[0] if values else ""))
+    elif name == "indent" and isinstance(subject, str):
+        _check_growth((subject.count("\n") + 1) * max((_length(v) or int(v) for v in values if v), default=4))
     elif name == "format" and isinstance(subject, str):
-        _check_format(subject)
+        _check_width(subject, _HUGE_PERCENT_FORMAT)
 
 
-def _check_format(text: str) -> None:
-    """Refuse a format with a width of more than five digits, or one that stands elsewhere (``%*d``)."""
-    if re.search(r"\d{6}|%[^%a-zA-Z]*\*", text):
-        raise TemplateBudgetExceeded("a format with a huge width")
+def _check_width(text: str, huge: re.Pattern[str]) -> None:
+    if huge.search(text):
+        raise TemplateBudgetExceeded("a format with a huge width, or one that is computed")
 
 
 def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)  # keeps jinja's pass_environment, pass_context and pass_eval_context marks
     def limited(*args: Any, **kwargs: Any) -> Any:
-        _step()
+        _budget.get().check()
         skipped = 2 if hasattr(function, "jinja_pass_arg") else 1
         subject = args[skipped - 1] if len(args) >= skipped else None
+        if name in _TEXT_FILTERS:
+            _weigh(subject)
         _check_text_arguments(name, subject, [*args[skipped:], *kwargs.values()])
         return _bounded(function(*args, **kwargs))
 
@@ -158,7 +185,11 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         # Unoptimised: constant folding would run filters before there is a budget.
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_GenerationTag, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            finalize=_finalized,
+            extensions=[_GenerationTag, loopcontrols],
         )
         self.filters = {name: _limited_filter(name, function) for name, function in self.filters.items()}
         self.filters["tojson"] = _to_json
@@ -178,26 +209,40 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
         return _Steps(iterable)
 
     def concatenated(self, *parts: Any) -> str:
-        texts = [str(part) for part in parts]
+        texts = [str(_finalized(part)) for part in parts]
         _check_growth(sum(map(len, texts)))
         return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        _step()
+        _budget.get().check()
         if operator == "*" and (_length(left) or _length(right)):
             _check_growth(max(_length(left), _length(right)) * max(_times(left), _times(right)))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             _check_growth(left.bit_length() * abs(right) * MAX_RENDERED_CHARS // MAX_INTEGER_BITS)
         elif operator == "%" and isinstance(left, str):
-            _check_format(left)
+            _check_width(left, _HUGE_PERCENT_FORMAT)
+            _weigh(right)
         return _bounded(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        _step()
+        _budget.get().check()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
             _check_text_arguments(__obj.__name__, owner, [*args, *kwargs.values()])
         return _bounded(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja's sandboxed ``str.format``, with bounded widths."""
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def limited(*args: Any, **kwargs: Any) -> str:
+            _check_width(str(value.__self__), _HUGE_BRACE_FORMAT)
+            _weigh([*args, *kwargs.values()])
+            return formatted(*args, **kwargs)
+
+        return limited
 
     def render(self, source: str, variables: Mapping[str, Any], seconds: float = MAX_RENDER_SECONDS) -> str:
         """The rendered text.
@@ -212,11 +257,13 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
             parts: list[str] = []
             size = 0
             for part in template.generate(variables):
-                _step()
+                _budget.get().step()
                 size += len(part)
                 _check_growth(size)
                 parts.append(part)
             return "".join(parts)
+        except MemoryError:
+            raise TemplateBudgetExceeded("it ran out of memory") from None
         finally:
             _budget.reset(token)
 
@@ -229,7 +276,7 @@ class _Steps:
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._iterable:
-            _step()
+            _budget.get().step()
             yield item
 
     def __len__(self) -> int:
@@ -255,6 +302,13 @@ class _TemplateNamespace(Namespace):
         super().__setitem__(name, value)
 
 
+def _finalized(value: Any) -> Any:
+    """Applied to whatever a template writes out."""
+    if isinstance(value, (list, tuple, dict)):
+        _weigh(value)
+    return value
+
+
 def _times(value: Any) -> int:
     return value if isinstance(value, int) else 1
 
@@ -275,7 +329,7 @@ def _to_json(
     parts: list[str] = []
     size = 0
     for part in encoder.iterencode(value):
-        _step()
+        _budget.get().step()
         size += len(part)
         _check_growth(size)
         parts.append(part)

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from ..errors import InvalidRequest, NotFound
 from ..types.data import TokensLike, as_tokens
+from .bundle import BUNDLE_FILES, TokenizerBundle
 from .chat import Messages, render_chat
 from .marking import UserText
-
-BUNDLE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""The files of a bundle. The first is required."""
-
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -42,22 +28,24 @@ class Tokenizer:
     Attributes:
         files: The bundle as given.
         hash: SHA-256 of the bundle: equal hashes mean equal behaviour.
+        special_tokens_map: ``{"eos_token": "<|im_end|>", ...}``, as chat templates see it.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        self.files = {name: bytes(files[name]) for name in BUNDLE_FILES if name in files}
-        if "tokenizer.json" not in self.files:
-            raise InvalidRequest("a tokenizer bundle needs tokenizer.json (a fast tokenizer)", details={"key": "files"})
-        self.hash = _hash(self.files)
-        self._json = self._read_json("tokenizer.json")
-        self._config = {**self._read_json("special_tokens_map.json"), **self._read_json("tokenizer_config.json")}
-        self.special_tokens_map: dict[str, str] = {
-            name: _token_text(self._config[name]) for name in _NAMED if self._config.get(name) is not None
-        }
-        """``{"eos_token": "<|im_end|>", ...}``, as chat templates see it."""
-        self._backend = self._load_backend()
+        self._bundle = TokenizerBundle(files)
+        self.files = self._bundle.files
+        self.hash = self._bundle.hash
+        self.special_tokens_map = self._bundle.special_tokens
+        self._backend = self._bundle.load_backend()
         self._added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in self._added.items() if token.special)
+
+    @cached_property
+    def _plain_backend(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, blind to special tokens in its input."""
+        backend = self._bundle.load_backend()
+        backend.encode_special_tokens = True
+        return backend
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> Self:
@@ -105,7 +93,7 @@ class Tokenizer:
                     details={"key": "text"},
                 )
             return self._plain_backend.encode(text).ids if add_special_tokens else ids
-        except UnicodeEncodeError:
+        except (UnicodeEncodeError, TypeError):  # what tokenizers makes of a str that is not Unicode text
             raise InvalidRequest(
                 "encode: the text holds lone surrogates, which no encoding has; decode its bytes with errors='replace'",
                 details={"key": "text"},
@@ -138,8 +126,8 @@ class Tokenizer:
     def cleans_up_spaces(self) -> bool:
         """Whether `decode` removes spaces before punctuation, as a few old configurations ask for."""
         forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-        is_bpe = self._json.get("model", {}).get("type") == "BPE"
-        return bool(self._config.get("clean_up_tokenization_spaces")) and (not is_bpe or bool(self._config.get(forced)))
+        asked = bool(self._bundle.config.get("clean_up_tokenization_spaces"))
+        return asked and (self._bundle.model_type != "BPE" or bool(self._bundle.config.get(forced)))
 
     # --- chat -----------------------------------------------------------------------------
     @overload
@@ -213,18 +201,8 @@ class Tokenizer:
             return user_text.encode(text)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
-    @cached_property
-    def chat_templates(self) -> dict[str, str]:
-        """The bundle's templates by name; most have one, ``default``."""
-        if "chat_template.jinja" in self.files:
-            return {"default": self.files["chat_template.jinja"].decode()}
-        template = self._read_json("chat_template.json").get("chat_template") or self._config.get("chat_template")
-        if isinstance(template, str):
-            return {"default": template}
-        return {entry["name"]: entry["template"] for entry in template or ()}
-
     def _chat_template(self, with_tools: bool) -> str:
-        templates = self.chat_templates
+        templates = self._bundle.chat_templates
         name = "tool_use" if with_tools and "tool_use" in templates else "default"
         if name not in templates:
             raise InvalidRequest(
@@ -288,10 +266,8 @@ class Tokenizer:
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a sample: the tokenizer's end token, and those of generation_config.json."""
-        listed = self._read_json("generation_config.json").get("eos_token_id")
-        more = listed if isinstance(listed, list) else [] if listed is None else [listed]
         first = [] if self.eos_token_id is None else [self.eos_token_id]
-        return tuple(dict.fromkeys([*first, *more]))
+        return tuple(dict.fromkeys([*first, *self._bundle.generation_eos_ids]))
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -301,7 +277,7 @@ class Tokenizer:
     @property
     def decoder_type(self) -> str:
         """The decoder's type in tokenizer.json (``"ByteLevel"``, ``"Sequence"``); empty without one."""
-        return (self._json.get("decoder") or {}).get("type", "")
+        return self._bundle.decoder_type
 
     @property
     def added_tokens(self) -> Mapping[int, tokenizers.AddedToken]:
@@ -310,84 +286,9 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"Tokenizer({len(self)} tokens, {self.hash[:12]})"
 
-    # --- loading --------------------------------------------------------------------------
-    def _read_json(self, name: str) -> dict[str, Any]:
-        if name not in self.files:
-            return {}
-        try:
-            value = json.loads(self.files[name])
-        except (ValueError, RecursionError):
-            raise InvalidRequest(f"tokenizer bundle: {name} is not valid JSON", details={"key": name}) from None
-        if not isinstance(value, dict):
-            raise InvalidRequest(f"tokenizer bundle: {name} is not a JSON map", details={"key": name})
-        return value
-
-    def _load_backend(self) -> tokenizers.Tokenizer:
-        try:
-            backend = tokenizers.Tokenizer.from_buffer(self.files["tokenizer.json"])
-        except Exception as error:  # tokenizers raises bare Exception for everything
-            raise InvalidRequest(f"tokenizer.json is not valid: {error}", details={"key": "tokenizer.json"}) from None
-        backend.no_truncation()
-        backend.no_padding()
-        backend.add_special_tokens(self._missing_special_tokens(backend))
-        if backend.post_processor is None or {"add_bos_token", "add_eos_token"} & self._config.keys():
-            backend.post_processor = self._post_processor(backend)
-        return backend
-
-    @cached_property
-    def _plain_backend(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, blind to special tokens in its input."""
-        backend = self._load_backend()
-        backend.encode_special_tokens = True
-        return backend
-
-    def _missing_special_tokens(self, backend: tokenizers.Tokenizer) -> list[tokenizers.AddedToken]:
-        """Special tokens that the configuration names and tokenizer.json does not add, or not as special."""
-        present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-        listed: dict[int, Any] = {int(k): v for k, v in (self._config.get("added_tokens_decoder") or {}).items()}
-        extra = self._config.get("extra_special_tokens") or self._config.get("additional_special_tokens") or ()
-        named = [self._config[name] for name in _NAMED if self._config.get(name) is not None]
-        named += extra.values() if isinstance(extra, dict) else extra
-        special = {_token_text(value) for value in named}
-        wanted = [*(listed[index] for index in sorted(listed)), *named]
-        missing: dict[str, tokenizers.AddedToken] = {}
-        for value in wanted:
-            text = _token_text(value)
-            if text in special and not (text in present and present[text].special):
-                missing[text] = _added_token(value)
-        return list(missing.values())
-
-    def _post_processor(self, backend: tokenizers.Tokenizer) -> TemplateProcessing:
-        """Begin and end tokens as ``add_bos_token`` / ``add_eos_token`` ask for (transformers' rule)."""
-        bos = self.special_tokens_map.get("bos_token") if self._config.get("add_bos_token") else None
-        eos = self.special_tokens_map.get("eos_token") if self._config.get("add_eos_token") else None
-        single = " ".join(part for part in (bos and f"{bos}:0", "$A:0", eos and f"{eos}:0") if part)
-        pair = " ".join(part for part in (single, bos and f"{bos}:1", "$B:1", eos and f"{eos}:1") if part)
-        used = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
-        return TemplateProcessing(single=single, pair=pair, special_tokens=used)
-
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
         return None if token is None else self.token_to_id(token)
-
-
-def _hash(files: Mapping[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{name}\0{len(files[name])}\0".encode())
-        digest.update(files[name])
-    return digest.hexdigest()
-
-
-def _token_text(value: Any) -> str:
-    return value["content"] if isinstance(value, Mapping) else str(value)
-
-
-def _added_token(value: Any) -> tokenizers.AddedToken:
-    if not isinstance(value, Mapping):
-        return tokenizers.AddedToken(str(value), special=True, normalized=False)
-    flags = {key: bool(value[key]) for key in ("single_word", "lstrip", "rstrip", "normalized") if key in value}
-    return tokenizers.AddedToken(value["content"], special=True, **flags)
 
 
 def _clean_up(text: str) -> str:
