@@ -138,7 +138,8 @@ class SamplingClient:
             prompt: Token ids (a list, an array or `ModelInput`), a string (encoded as it stands), or
                 chat messages (through the model's chat template); or a list of any of these.
             num_samples: Of each prompt; its tokens are prefilled and charged once.
-            sampling_params: Default `SamplingParams`. Sample ``j`` draws with ``seed + j``.
+            sampling_params: Default `SamplingParams`. Sample ``j`` draws with ``seed + j``; in a list,
+                prompt ``i`` begins at ``seed + i * num_samples``, so that no two samples share draws.
             include_prompt_logprobs: Logprob at T=1 of each prompt token, None first.
             topk_prompt_logprobs: So many most likely tokens at each prompt position.
             topk_logprobs: So many most likely tokens for each sampled token.
@@ -267,7 +268,10 @@ class SamplingClient:
         self, handles: Sequence[PendingSample], prompts: Sequence[npt.NDArray[np.int32]], options: dict[str, Any]
     ) -> None:
         """Have all prompts accepted, or none."""
-        requests = [{"prompt": prompt, "session_id": self.session_id, **options} for prompt in prompts]
+        requests = [
+            {"prompt": prompt, "session_id": self.session_id, **options, "params": _own_seed(options, index)}
+            for index, prompt in enumerate(prompts)
+        ]
         weights = await self._weights.to_wire()
         body = {"weights": weights, "requests": requests, "idempotency_key": uuid.uuid4().hex}
         async with self._connection.sample_slots:
@@ -307,6 +311,14 @@ def _options(
         "topk_prompt_logprobs": topk_prompt,
         "topk_logprobs": topk,
     }
+
+
+def _own_seed(options: dict[str, Any], index: int) -> dict[str, Any]:
+    """The parameters of prompt ``index`` of a list: equal draws would make the prompts' errors equal too."""
+    params = options["params"]
+    if params["seed"] is None:
+        return params
+    return {**params, "seed": (params["seed"] + index * options["num_samples"]) % 2**62}
 
 
 def _only(responses: list[SampleResponse]) -> SampleResponse:
