@@ -82,13 +82,15 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
         else sums(50, config.held_out, config.seed)
     )
     rng = random.Random(config.seed)
-    with ts.ServiceClient(config.base_url) as service:
-        trainer = service.create_lora_training_client(config.model, rank=config.rank, alpha=32, seed=config.seed)
+    with (
+        ts.ServiceClient(config.base_url) as service,
+        service.create_lora_training_client(config.model, rank=config.rank, alpha=32, seed=config.seed) as trainer,
+    ):
         tokenizer = trainer.get_tokenizer()
 
         def evaluate(step: int) -> Accuracy:
-            with trainer.save_weights_and_get_sampling_client() as sampler:
-                found = accuracy(sampler, test, reward, max_tokens=config.max_tokens, stop=["\n"], seed=config.seed)
+            sampler = trainer.save_weights_and_get_sampling_client()
+            found = accuracy(sampler, test, reward, max_tokens=config.max_tokens, stop=["\n"], seed=config.seed)
             run.log("held-out", step, greedy=found.greedy.value, sampled=found.sampled.value)
             return found
 
@@ -99,8 +101,8 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
             batch = rng.sample(train, config.prompts)
             prompts = [tokenizer.encode(item.prompt) for item in batch]
             params = ts.SamplingParams(max_tokens=config.max_tokens, stop=["\n"], seed=rng.randrange(2**32))
-            with trainer.save_weights_and_get_sampling_client() as sampler:
-                responses = sampler.sample(prompts, num_samples=config.group_size, sampling_params=params).result()
+            sampler = trainer.save_weights_and_get_sampling_client()
+            responses = sampler.sample(prompts, num_samples=config.group_size, sampling_params=params).result()
 
             # Reward, and compare within the group.
             datums: list[ts.Datum] = []
@@ -136,7 +138,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
         )
         run.finish(
             {
-                "model": config.model,
+                "model": trainer.base_model,
                 "data": config.data or f"sums of 0..50, {len(test)} held out, neither order trained on",
                 "rewards": "random (control)" if config.random_rewards else "exact answer",
                 "greedy": f"{before.greedy} -> {after.greedy}",

@@ -66,15 +66,16 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
     train, test = load(config.data)
     test = random.Random(f"test {config.seed}").sample(test, min(len(test), config.held_out or len(test)))
     rng = random.Random(config.seed)
-    with ts.ServiceClient(config.base_url) as service:
-        trainer = service.create_lora_training_client(
-            config.model, rank=config.rank, alpha=2 * config.rank, seed=config.seed
-        )
+    rank = config.rank
+    with (
+        ts.ServiceClient(config.base_url) as service,
+        service.create_lora_training_client(config.model, rank=rank, alpha=2 * rank, seed=config.seed) as trainer,
+    ):
         tokenizer = trainer.get_tokenizer()
 
         def evaluate(phase: str) -> Accuracy:
-            with trainer.save_weights_and_get_sampling_client() as sampler:
-                found = accuracy(sampler, [q.problem for q in test], reward, max_tokens=200, seed=config.seed)
+            sampler = trainer.save_weights_and_get_sampling_client()
+            found = accuracy(sampler, [q.problem for q in test], reward, max_tokens=200, seed=config.seed)
             run.log(phase, 0, greedy=found.greedy.value, sampled=found.sampled.value)
             return found
 
@@ -88,8 +89,8 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
             batch = rng.sample(train, config.prompts)
             prompts = [tokenizer.encode(q.prompt) for q in batch]
             params = ts.SamplingParams(max_tokens=config.max_tokens, seed=rng.randrange(2**32))
-            with trainer.save_weights_and_get_sampling_client() as sampler:
-                responses = sampler.sample(prompts, num_samples=config.group_size, sampling_params=params).result()
+            sampler = trainer.save_weights_and_get_sampling_client()
+            responses = sampler.sample(prompts, num_samples=config.group_size, sampling_params=params).result()
 
             # Reward, and compare within the group.
             datums: list[ts.Datum] = []
@@ -127,7 +128,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
         )
         run.finish(
             {
-                "model": config.model,
+                "model": trainer.base_model,
                 "data": f"{config.data or 'openai/gsm8k'}: {len(train)} training, {len(test)} test questions",
                 "greedy": f"base {base.greedy} -> SFT {warm.greedy} -> GRPO {after.greedy}",
                 "sampled": f"base {base.sampled} -> SFT {warm.sampled} -> GRPO {after.sampled}",

@@ -54,8 +54,10 @@ def main(config: Config) -> tuple[float, float]:
         raise UsageError("sft needs --data, a JSON Lines file; see --help for its rows")
     run = Run("sft", config)
     rng = random.Random(config.seed)
-    with ts.ServiceClient(config.base_url) as service:
-        trainer = service.create_lora_training_client(config.model, rank=config.rank, alpha=32, seed=config.seed)
+    with (
+        ts.ServiceClient(config.base_url) as service,
+        service.create_lora_training_client(config.model, rank=config.rank, alpha=32, seed=config.seed) as trainer,
+    ):
         tokenizer = trainer.get_tokenizer()
         examples = [example for row in read_jsonl(config.data) for example in examples_of_row(row)]
         pairs = [tokens_of_example(tokenizer, example) for example in examples]
@@ -96,7 +98,7 @@ def main(config: Config) -> tuple[float, float]:
         left_out = f", {len(pairs) - len(fitting)} longer than {config.max_length} tokens left out"
         run.finish(
             {
-                "model": config.model,
+                "model": trainer.base_model,
                 "data": f"{config.data}: {len(train)} examples, {len(test)} held out" + left_out,
                 "NLL": f"{before:.4f} -> {after:.4f} nats per completion token, held out",
                 "weights": saved.path,
