@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import httpx
 import tenacity
 
+from .._version import __version__
 from ..errors import (
     ConnectionFailed,
     IncompatibleVersion,
@@ -80,7 +81,7 @@ class Transport:
             headers={
                 VERSION_HEADER: str(PROTOCOL_VERSION),
                 "Accept-Encoding": "identity",
-                "User-Agent": f"trainsession/{PROTOCOL_VERSION}",
+                "User-Agent": f"trainsession/{__version__}",
                 **({"Authorization": f"Bearer {api_key}"} if api_key else {}),
                 **(headers or {}),
             },
