@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from trainsession.engine.engine import LocalEngine
 
     from trainsession.engine.model import LoadedModel
+    from trainsession.engine.sampler.sampler import Sampler
+    from trainsession.tokenization import Tokenizer
+    from trainsession.types import SampleResponse
 
 VOCAB_SIZE = 320
 _SENTENCES = [
@@ -139,6 +142,22 @@ def tiny_engine(tiny_model: Path) -> Iterator[LocalEngine]:
     engine = LocalEngine.load(tiny_model, name="tiny-llama", device="cpu", dtype="float32")
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_model: Path) -> Tokenizer:
+    """The tiny models' tokenizer (all have the same)."""
+    from trainsession.tokenization import BUNDLE_FILES, Tokenizer
+
+    return Tokenizer({name: (tiny_model / name).read_bytes() for name in BUNDLE_FILES if (tiny_model / name).exists()})
+
+
+@pytest.fixture(scope="session")
+def finish() -> Callable[[Sampler], dict[str, SampleResponse]]:
+    """Steps a sampler until nothing is left; what came of each request. An error event is raised."""
+    from tests.sampling_events import finish_all
+
+    return finish_all
 
 
 @pytest.fixture(scope="session")

@@ -141,7 +141,7 @@ def _save_peft(path: Path, directory: Path, **options: Any) -> tuple[dict[str, b
         for name, parameter in peft.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(3))
-    peft.save_pretrained(directory)
+    peft.save_pretrained(str(directory))
     return {f: (directory / f).read_bytes() for f in (PEFT_CONFIG, PEFT_WEIGHTS)}, peft.eval()
 
 

@@ -35,7 +35,7 @@ def _layer(*, exact: bool, bias: bool = False) -> MultiLoraLinear:
 
 
 class _Unused:
-    def attend(self, *_: object) -> torch.Tensor:
+    def attend(self, *_: object, **__: object) -> torch.Tensor:
         raise AssertionError("a linear layer does not attend")
 
 

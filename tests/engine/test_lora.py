@@ -144,10 +144,9 @@ def test_merged_export_has_equal_logits_in_transformers(
     with torch.inference_mode():
         logits = merged(input_ids=tokens[None]).logits[0]
     torch.testing.assert_close(logits, _logits(model, [(adapter, tokens)]), rtol=1e-4, atol=1e-4)
-    tied = merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
-    assert tied == (name == "llama" and not unembed)
-    embedding = model.causal.get_input_embeddings().weight
-    assert torch.equal(merged.get_input_embeddings().weight, embedding)
+    embedding = merged.get_parameter("model.embed_tokens.weight")
+    assert (merged.get_output_embeddings().weight is embedding) == (name == "llama" and not unembed)
+    assert torch.equal(embedding, model.causal.get_parameter("model.embed_tokens.weight"))
     chat = [{"role": "user", "content": "hi"}]
     original = AutoTokenizer.from_pretrained(model.path).apply_chat_template(chat, tokenize=False)
     assert AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, tokenize=False) == original

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -26,13 +27,14 @@ def export_merged(model: LoadedModel, adapter: Adapter, directory: str | Path) -
     """
     directory = Path(directory)
     merged = AutoModelForCausalLM.from_pretrained(model.path, dtype=model.dtype, local_files_only=True)
-    unembedding = merged.get_output_embeddings()
-    if model.unembedding_name in adapter.weights and unembedding.weight is merged.get_input_embeddings().weight:
+    unembedding = cast(nn.Linear, merged.get_output_embeddings())
+    embedding = cast(nn.Embedding, merged.get_input_embeddings())
+    if model.unembedding_name in adapter.weights and unembedding.weight is embedding.weight:
         unembedding.weight = nn.Parameter(unembedding.weight.clone())
         merged.config.get_text_config().tie_word_embeddings = False
         merged.config.tie_word_embeddings = False
     for name, pair in adapter.weights.items():
-        weight = merged.get_submodule(name).weight
+        weight = merged.get_parameter(f"{name}.weight")
         delta = adapter.scale * (pair.B.float() @ pair.A.float())
         weight.copy_(weight.float() + delta.to(weight.device))
     merged.save_pretrained(directory)
