@@ -86,15 +86,7 @@ class OperationFuture(Generic[T]):
             ResultTimeout: not ready in time; the operation goes on.
             TrainSessionError: what made the operation fail, of its own class.
         """
-        if not self._outcome.done():
-            self._io.refuse_to_block()
-        try:
-            self._waiting.until_done(self._outcome, timeout)
-        except KeyboardInterrupt:
-            self._interrupt()
-            raise
-        if not self._outcome.done():
-            raise ResultTimeout(f"{self._name}: no result within {timeout:g} s; the operation goes on")
+        self._wait(timeout)
         return self._outcome.result()
 
     async def result_async(self, timeout: float | None = None) -> T:
@@ -110,12 +102,8 @@ class OperationFuture(Generic[T]):
         return self.result_async().__await__()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, then return what `result` would raise, or None."""
-        try:
-            self.result(timeout)
-        except ResultTimeout:
-            if not self._outcome.done():
-                raise
+        """Wait as `result` does, then return what it would raise, or None."""
+        self._wait(timeout)
         return self._outcome.exception()
 
     def cancel(self) -> bool:
@@ -129,6 +117,17 @@ class OperationFuture(Generic[T]):
         if self._outcome.done():
             return False
         return self._io.run(self._cancel())
+
+    def _wait(self, timeout: float | None) -> None:
+        if not self._outcome.done():
+            self._io.refuse_to_block()
+        try:
+            self._waiting.until_done(self._outcome, timeout)
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+        if not self._outcome.done():
+            raise ResultTimeout(f"{self._name}: no result within {timeout:g} s; the operation goes on")
 
     async def _cancel(self) -> bool:
         return any([await handle.cancel() for handle in reversed(self._handles)])

@@ -219,8 +219,9 @@ class Submitter:
         try:
             while self._queue:
                 await self._slots.acquire()
-                await self._fill_gaps()
-                if not self._queue:
+                if self._queue:
+                    await self._fill_gaps()
+                if not self._queue:  # the connection failed meanwhile, and all of it with that
                     self._slots.release()
                     break
                 operation = self._queue.popleft()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
+
+from .futures import OperationFuture
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +36,7 @@ def at_once(method: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
     return _described(twin, method, "as a coroutine that returns the future")
 
 
-def to_result(method: Callable[P, Awaitable[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+def to_result(method: Callable[P, OperationFuture[R]]) -> Callable[P, Coroutine[Any, Any, R]]:
     """The twin of a call whose future's result is all that is wanted."""
 
     @functools.wraps(method)
