@@ -101,7 +101,7 @@ def parse_body(
     if kind != "backward" and gradients:
         raise _invalid(f"{kind} takes no gradients", "gradients")
     if kind in TRAINING_KINDS:
-        return Body(params=params, data=_check_data(kind, params, data, info))
+        return _training_body(kind, params, data, info)
     if kind == "backward":
         _check_integer(params, "forward_seq")
         return Body(params=params, gradients=_check_gradients(gradients))
@@ -135,25 +135,28 @@ def check_name(name: Any) -> str:
     return name
 
 
-def _check_data(kind: str, params: Mapping[str, Any], data: Any, info: EngineInfo | None) -> Sequence[Datum]:
-    if data is not None and not isinstance(data, Sequence):
-        raise _invalid("data: expected a list of datums", "data")
-    datums = wire.datums_from_wire(data or []) if not data or not isinstance(data[0], Datum) else data
-    loss_fn, config = None, params.get("loss_fn_config") or {}
-    if kind != "forward_keep":
-        loss_fn = params.get("loss_fn")
-        if not isinstance(loss_fn, str):
-            raise _invalid(f"loss_fn: expected a name, got {loss_fn!r}", "loss_fn")
-    if not isinstance(config, Mapping):
-        raise _invalid("loss_fn_config: expected a map", "loss_fn_config")
+def check_training(kind: str, body: Body, info: EngineInfo | None) -> None:
+    """Check a pass over data; see `trainsession.engine.loss_inputs.check_data`."""
     check_data(
-        datums,
-        loss_fn,
-        config,
+        body.data,
+        None if kind == "forward_keep" else body.params["loss_fn"],
+        body.params.get("loss_fn_config") or {},
         context_length=_UNKNOWN if info is None else info.context_length,
         vocab_size=_UNKNOWN if info is None else info.vocab_size,
     )
-    return datums
+
+
+def _training_body(kind: str, params: Mapping[str, Any], data: Any, info: EngineInfo | None) -> Body:
+    if data is not None and not isinstance(data, Sequence):
+        raise _invalid("data: expected a list of datums", "data")
+    datums = data if data and isinstance(data[0], Datum) else wire.datums_from_wire(data or [])
+    if kind != "forward_keep" and not isinstance(params.get("loss_fn"), str):
+        raise _invalid(f"loss_fn: expected a name, got {params.get('loss_fn')!r}", "loss_fn")
+    if not isinstance(params.get("loss_fn_config") or {}, Mapping):
+        raise _invalid("loss_fn_config: expected a map", "loss_fn_config")
+    body = Body(params=params, data=datums)
+    check_training(kind, body, info)
+    return body
 
 
 def _check_gradients(gradients: Any) -> list[npt.NDArray[np.float32]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -13,6 +13,7 @@ from .. import wire
 from ..errors import NotFound, SequenceConflict, SessionClosed, SessionFenced, TrainSessionError, from_wire
 from ..store.schema import ledger, operations, sessions
 from ..store.store import Store, Stored
+from .bodies import Body, parse_packed
 from .ids import new_id
 from .requests import OperationRequest, OperationResult, OperationState
 from .session import Session
@@ -52,8 +53,10 @@ class Ending:
     """Session id of the ledger rows."""
     base_model: str = ""
     currency: str = ""
-    advance: Mapping[str, Any] = field(default_factory=dict)
-    """New values of the session's columns, when this operation has a number."""
+    refund: str | None = None
+    """An operation whose ledger rows are taken back, by rows of this one."""
+    advance: Mapping[str, Any] | None = None
+    """New values of the session's columns, where the session has moved past this operation."""
     also: Callable[[sa.Connection], None] | None = None
     """Another row that must exist exactly if this operation is done."""
 
@@ -158,6 +161,17 @@ class OperationLog:
         )
         return await self._store.load(Stored.of_row(row, "body"))
 
+    async def forward(self, session_id: str, seq: int) -> tuple[str, Body] | None:
+        """Id and body of the forward_keep of that number; None if there is none that succeeded."""
+        query = sa.select(operations.c.id).where(
+            operations.c.session_id == session_id,
+            operations.c.seq == seq,
+            operations.c.kind == "forward_keep",
+            operations.c.state == "done",
+        )
+        operation_id = await self._store.read(lambda connection: connection.execute(query).scalar())
+        return None if operation_id is None else (operation_id, parse_packed(await self.body(operation_id)))
+
     async def results(self, project: str, ids: Sequence[str]) -> dict[str, OperationResult | None]:
         """What the log knows of operations: None where one has not ended, no entry where unknown."""
         columns = (
@@ -255,7 +269,9 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
                 for charge in ending.charges
             ],
         )
-    if row.seq is not None:
+    if ending.refund is not None:
+        _refund(connection, ending, now)
+    if ending.advance is not None:
         # Of two operations whose results are written in the other order, the later one's state stays.
         connection.execute(
             sa.update(sessions)
@@ -264,6 +280,18 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
         )
     if ending.also is not None:
         ending.also(connection)
+
+
+def _refund(connection: sa.Connection, ending: Ending, now: float) -> None:
+    """The ledger is append-only, so what was charged is taken back by a negative row at its own price."""
+    paid = connection.execute(sa.select(ledger).where(ledger.c.operation_id == ending.refund)).mappings().all()
+    rows = [
+        {key: value for key, value in row.items() if key != "id"}
+        | {"operation_id": ending.operation_id, "tokens": -row["tokens"], "created_at": now}
+        for row in paid
+    ]
+    if rows:
+        connection.execute(sa.insert(ledger), rows)
 
 
 def _check_open(row: Any, epoch: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +62,11 @@ class Meter:
 
     def flush(self) -> None:
         """Hand the seconds measured so far to the next transaction; a crash loses what came later."""
+        if self._unwritten:
+            self._store.write_lazily(self._take())
+
+    def _take(self) -> Callable[[sa.Connection], None]:
         unwritten, self._unwritten = self._unwritten, {}
-        if not unwritten:
-            return
 
         def write(connection: sa.Connection) -> None:
             for (what, owner), seconds in unwritten.items():
@@ -73,7 +75,7 @@ class Meter:
                 if connection.execute(query).rowcount == 0 and what == "project":
                     connection.execute(sa.insert(projects).values(id=owner, busy_seconds=seconds))
 
-        self._store.write_lazily(write)
+        return write
 
     async def usage(self, project: str, session_id: str | None = None) -> UsageReport:
         """Everything metered up to now, of one session or of all.
@@ -81,7 +83,7 @@ class Meter:
         Raises:
             NotFound: no such session in this project.
         """
-        self.flush()
+        await self._store.write(self._take())
         mine = ledger.c.project == project
         session_rows = sa.select(sessions.c.id, sessions.c.created_at, sessions.c.closed_at, sessions.c.busy_seconds)
         session_rows = session_rows.where(sessions.c.project == project)
@@ -108,8 +110,6 @@ class Meter:
                 connection.execute(project_busy).scalar() or 0.0,
             )
 
-        # The lazy write above must be seen: an empty write brings it to disk.
-        await self._store.write(lambda _connection: None)
         rows, known, busy = await self._store.read(read)
         if session_id is not None:
             if not known:

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import json
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import sqlalchemy as sa
+
+from ..engine import checkpoint as formats
 from ..engine.api import EngineHost
+from ..errors import Cancelled, InvalidRequest, NotFound, ServiceUnavailable
+from ..store.schema import metrics as metrics_table
+from ..store.store import Store
 from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, UsageReport
-from .requests import Attached, CreateSession, OperationRequest, Results, SampleRequest
+from .bodies import check_name
+from .checkpoints import Checkpoints, Origin
+from .ids import new_id
+from .janitor import Janitor
+from .lane import Lane
+from .log import Ending, OperationLog
+from .metering import Meter
+from .outcomes import Outcomes
+from .prices import EXAMPLE_PRICES, PriceTable
+from .requests import Attached, CreateSession, OperationRequest, OperationResult, Results, SampleRequest
+from .samples import Samples
+from .session import Session
+from .sessions import Sessions
+from .settings import Settings
+from .submission import Submission
+from .weights import WeightsResolver
 
 
 class Service:
@@ -18,55 +44,181 @@ class Service:
     project: an id of another project raises `NotFound`, exactly as an unknown one does.
     """
 
+    def __init__(self, home: Path, store: Store, host: EngineHost, prices: PriceTable, settings: Settings) -> None:
+        self.store = store
+        self._host = host
+        self._settings = settings
+        self._scratch = home / "tmp"
+        self._lanes: dict[str, Lane] = {}
+        self._log = OperationLog(store)
+        self._outcomes = Outcomes(self._log)
+        self._meter = Meter(store, prices)
+        self._checkpoints = Checkpoints(store)
+        self._sessions = Sessions(store, host, self._checkpoints, self._outcomes, self._lane_of)
+        resolver = WeightsResolver(store, host, self._checkpoints, self._sessions, self._outcomes, self._lane_of)
+        self._samples = Samples(store, self._log, self._outcomes, self._meter, resolver, settings)
+        self._submission = Submission(store, self._log, self._outcomes, self._sessions, self._lane_of)
+        self._janitor = Janitor(store, self._checkpoints, self._sessions, self._lane_of, self._retire, settings)
+        self._janitor_task: asyncio.Task[None] | None = None
+        self._closing = False
+
     @classmethod
-    async def open(cls, home: Path, host: EngineHost, *, prices: Path | None = None) -> Self:
+    async def open(
+        cls, home: Path, host: EngineHost, *, prices: Path | None = None, settings: Settings | None = None
+    ) -> Self:
         """Open (or create) the home's database and take up what an earlier process left.
 
         Args:
             home: Directory of the database and blobs; made if missing (0700).
             host: Where engines come from; the service closes it.
             prices: A price table in TOML; default: the packaged example prices.
+            settings: Times and bounds; default: `Settings()`.
 
         Raises:
             StorageError: the home is not writable.
             IncompatibleVersion: the database was written by a newer version.
         """
-        raise NotImplementedError
+        table = PriceTable.load(prices or EXAMPLE_PRICES)
+        store = await asyncio.to_thread(Store, home)
+        service = cls(home, store, host, table, settings or Settings())
+        await service._sessions.load_unfinished()
+        await service._samples.load_unfinished()
+        service._janitor_task = asyncio.create_task(service._janitor.run(), name="janitor")
+        return service
 
     async def close(self) -> None:
         """Stop taking work, snapshot live sessions, close engines and the database."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._janitor_task is not None:
+            self._janitor_task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._janitor_task
+        await self._samples.close()
+        for lane in self._lanes.values():
+            await lane.close()
+        self._meter.flush()
+        await self._host.close()
+        await self.store.close()
 
-    def list_base_models(self) -> list[BaseModel]: ...
+    # --- models ------------------------------------------------------------------------------
+
+    def list_base_models(self) -> list[BaseModel]:
+        """Those that load without a model hub first."""
+        return list(self._host.list_base_models())
 
     async def tokenizer_bundle(self, base_model: str) -> tuple[str, dict[str, bytes]]:
         """(content hash, file name -> bytes)."""
-        ...
+        name = await asyncio.to_thread(self._host.resolve, base_model)
+        files = await self._host.tokenizer_files(name)
+        digest = hashlib.sha256()
+        for file_name in sorted(files):
+            digest.update(f"{file_name}\0{len(files[file_name])}\0".encode() + files[file_name])
+        return digest.hexdigest(), files
+
+    # --- sessions ----------------------------------------------------------------------------
 
     async def create_session(self, project: str, request: CreateSession) -> tuple[SessionInfo, int]:
-        """(session, epoch)."""
-        ...
+        """(session, epoch).
 
-    async def list_sessions(self, project: str) -> list[SessionInfo]: ...
+        Raises:
+            UnknownModel: names the models that exist.
+            NotFound, CheckpointMismatch: of ``from_checkpoint``.
+            LimitExceeded: too many live sessions, or an absurd name, tag or metadata.
+            SequenceConflict: the idempotency key made another session.
+        """
+        self._check_open()
+        return await self._sessions.create(project, request)
 
-    async def get_session(self, project: str, session_id: str) -> SessionInfo: ...
+    async def list_sessions(self, project: str) -> list[SessionInfo]:
+        """Newest first, closed ones included."""
+        return await self._sessions.list(project)
 
-    async def attach(self, project: str, session_id: str) -> Attached: ...
+    async def get_session(self, project: str, session_id: str) -> SessionInfo:
+        return await self._sessions.info(project, session_id)
 
-    async def close_session(self, project: str, session_id: str) -> SessionInfo: ...
+    async def attach(self, project: str, session_id: str) -> Attached:
+        """Take a session over: older clients are fenced, numbers after a gap are free again."""
+        self._check_open()
+        return await self._sessions.attach(project, session_id)
+
+    async def close_session(self, project: str, session_id: str) -> SessionInfo:
+        """Cancel what has not started, let the rest end, and drop the adapter. Checkpoints stay."""
+        self._check_open()
+        session = await self._sessions.live(project, session_id)
+        for operation in list(session.pending.values()):
+            if not operation.replay and operation.error is None:
+                await self._cancel(session, operation.id)
+        while session.completions:
+            await asyncio.wait(list(session.completions.values()))
+        return await self._sessions.close(project, session_id)
 
     async def log_metrics(
         self, project: str, session_id: str, metrics: Mapping[str, Any], step: int | None = None
-    ) -> None: ...
+    ) -> None:
+        """Append a row to the session's metrics log."""
+        await self._sessions.info(project, session_id)
+        try:
+            json.dumps(dict(metrics))
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"metrics: not JSON: {error}", details={"key": "metrics"}) from None
+        row = {
+            "project": project,
+            "session_id": session_id,
+            "step": step,
+            "time": time.time(),
+            "metrics": dict(metrics),
+        }
+        await self.store.write(lambda connection: connection.execute(sa.insert(metrics_table).values(**row)))
 
     async def read_log(self, project: str, session_id: str) -> list[dict[str, Any]]:
         """Rows ``{"step", "time", "metrics"}``, oldest first."""
-        ...
+        await self._sessions.info(project, session_id)
+        columns = (metrics_table.c.step, metrics_table.c.time, metrics_table.c.metrics)
+        query = sa.select(*columns).where(metrics_table.c.session_id == session_id).order_by(metrics_table.c.id)
+        rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
+        return [dict(row) for row in rows]
+
+    # --- operations --------------------------------------------------------------------------
 
     async def submit(self, project: str, session_id: str, request: OperationRequest) -> tuple[str, int]:
-        """(operation id, sequence number); durable when it returns."""
-        ...
+        """(operation id, sequence number); durable when it returns.
 
-    async def cancel(self, project: str, operation_id: str) -> bool: ...
+        Raises:
+            InvalidRequest: refused and logged as failed; its number is consumed.
+            SequenceConflict, SessionFenced, SessionClosed, NotFound, RateLimited, StorageError:
+                nothing was logged and the number is free.
+        """
+        self._check_open()
+        return await self._submission.submit(project, session_id, request)
+
+    async def cancel(self, project: str, operation_id: str) -> bool:
+        """Whether the operation will not run, or a running sample will stop within a step.
+
+        Raises:
+            NotFound: no such operation in this project.
+        """
+        sample = await self._samples.cancel(project, operation_id)
+        if sample is not None:
+            return sample
+        for session in self._sessions.in_memory:
+            if session.project == project and await self._cancel(session, operation_id):
+                return True
+        if operation_id not in await self._log.results(project, [operation_id]):
+            raise NotFound(f"no operation {operation_id} in this project", details={"id": operation_id})
+        return False
+
+    async def _cancel(self, session: Session, operation_id: str) -> bool:
+        for operation in session.pending.values():
+            if operation.id == operation_id and not operation.started and not operation.replay:
+                if operation.error is None:
+                    operation.error = Cancelled("cancelled before it started")
+                    await self._log.finish(Ending(operation_id=operation_id, state="cancelled", error=operation.error))
+                    self._outcomes.publish(OperationResult(operation_id, "cancelled", error=operation.error))
+                    self._lane_of(session.base_model).wake()
+                return isinstance(operation.error, Cancelled)
+        return False
 
     async def submit_samples(
         self,
@@ -76,29 +228,104 @@ class Service:
         *,
         idempotency_key: str = "",
     ) -> list[str]:
-        """Operation ids, in order; all of them or none is accepted."""
-        ...
+        """Operation ids, in order; all of them or none is accepted.
 
-    def stream(self, project: str, operation_id: str, after: int = 0) -> AsyncIterator[dict[str, Any]]: ...
+        Args:
+            weights: One of ``{"base_model"}``, ``{"path"}``, ``{"operation_id"}`` (`docs/wire.md`).
+            idempotency_key: A retry with the same key returns the first ids and does nothing.
+        """
+        self._check_open()
+        return await self._samples.submit(project, weights, requests, idempotency_key)
+
+    def stream(self, project: str, operation_id: str, after: int = 0) -> AsyncIterator[dict[str, Any]]:
+        """Frames of a sample as they are drawn, skipping the first ``after``; see `docs/wire.md`."""
+        return self._samples.stream(project, operation_id, after)
 
     async def results(
         self, project: str, wait: Sequence[str], ack: Sequence[str] = (), timeout: float = 0.0
-    ) -> Results: ...
+    ) -> Results:
+        """What of ``wait`` has ended; waits up to ``timeout`` seconds for the first of them."""
+        return await self._outcomes.poll(project, wait, ack, timeout)
 
-    async def list_checkpoints(self, project: str, session_id: str | None = None) -> list[Checkpoint]: ...
+    # --- checkpoints -------------------------------------------------------------------------
 
-    async def delete_checkpoint(self, project: str, path: str) -> None: ...
+    async def list_checkpoints(self, project: str, session_id: str | None = None) -> list[Checkpoint]:
+        """Newest first."""
+        return await self._checkpoints.list(project, session_id)
+
+    async def delete_checkpoint(self, project: str, path: str) -> None:
+        await self._checkpoints.delete(project, path)
 
     async def checkpoint_files(self, project: str, path: str) -> list[dict[str, Any]]:
         """``{"name", "size", "sha256"}`` each."""
-        ...
+        return await self._checkpoints.files(project, path)
 
     async def read_checkpoint_file(self, project: str, path: str, name: str) -> Path:
         """A read-only local file with that content, its checksum verified."""
-        ...
+        return await self._checkpoints.file(project, path, name)
 
     async def import_adapter(
         self, project: str, base_model: str, name: str, files: Mapping[str, bytes]
-    ) -> SaveWeightsResponse: ...
+    ) -> SaveWeightsResponse:
+        """Make a ``weights`` checkpoint of a PEFT adapter's two files.
 
-    async def usage(self, project: str, session_id: str | None = None) -> UsageReport: ...
+        Raises:
+            CheckpointMismatch: not a plain LoRA adapter; names the field or tensor.
+        """
+        self._check_open()
+        check_name(name)
+        base_model = await asyncio.to_thread(self._host.resolve, base_model)
+        state = await self.store.in_thread(formats.adapter_from_peft, files)
+        session_id = new_id("s")
+        origin = Origin(
+            project=project,
+            session_id=session_id,
+            base_model=base_model,
+            base_identity=state.base_identity,
+            lora=state.config,
+        )
+        # Written anew: only what was understood is kept.
+        published = await self._checkpoints.publish(
+            origin, "weights", formats.adapter_to_peft(state, base_model), name=name
+        )
+        await self._sessions.record_closed(
+            project, session_id, base_model, f"import of {name}", state.config, published.insert
+        )
+        return SaveWeightsResponse(published.path, published.size_bytes)
+
+    async def usage(self, project: str, session_id: str | None = None) -> UsageReport:
+        """Tokens, cost and time of one session or of the project, up to now."""
+        return await self._meter.usage(project, session_id)
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _lane_of(self, base_model: str) -> Lane:
+        lane = self._lanes.get(base_model)
+        if lane is None:
+            lane = self._lanes[base_model] = Lane(
+                base_model,
+                self._host,
+                self.store,
+                self._log,
+                self._outcomes,
+                self._meter,
+                self._checkpoints,
+                self._settings,
+                self._scratch,
+            )
+        return lane
+
+    async def _retire(self, session: Session) -> None:
+        """Save a session that nobody used for days as a ``state`` checkpoint, then close it."""
+        if session.kind == "trainer" and session.next_run > 1 and session.fatal is None:
+            name = time.strftime("idle-%Y%m%d", time.gmtime())
+            save = OperationRequest(kind="save_state", params={"name": name, "overwrite": True})
+            operation_id, _ = await self.submit(session.project, session.id, save)
+            result = await self._outcomes.wait(session.project, operation_id)
+            if result.error is not None:
+                raise result.error
+        await self.close_session(session.project, session.id)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ServiceUnavailable("the service is closing")

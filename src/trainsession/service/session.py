@@ -82,6 +82,9 @@ class Session:
     seconds_since_snapshot: float = 0.0
     snapshot_due: bool = False
     snapshot_task: asyncio.Task[None] | None = None
+    replays_left: int = 0
+    replayed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the last operation of a replay was passed."""
     used_at: float = field(default_factory=time.time)
 
     @property
@@ -108,6 +111,15 @@ class Session:
     @property
     def idle(self) -> bool:
         return not self.pending and not self.completions
+
+    def passed(self, operation: Operation) -> None:
+        """The engine is behind this operation now."""
+        del self.pending[operation.seq]
+        self.next_run = operation.seq + 1
+        if operation.replay:
+            self.replays_left -= 1
+            if self.replays_left == 0:
+                self.replayed.set()
 
     def info(self) -> SessionInfo:
         return SessionInfo(

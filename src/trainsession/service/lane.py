@@ -1,0 +1,399 @@
+"""One engine's queue: picks ready operations, runs them, and makes their results durable behind it.
+
+The engine does not wait for the disk. What it did is committed while it goes on; after a crash in
+between, the operation is still in the log as not ended and simply runs again on the restored state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from .. import wire
+from ..engine.api import EngineHandle, EngineHost, EngineInfo
+from ..errors import EngineError, OperationSkipped, StorageError, TrainSessionError
+from ..store.schema import sessions
+from ..store.store import Store
+from .bodies import Body, parse_packed
+from .checkpoints import Checkpoints
+from .frozen import FrozenPool
+from .log import Ending, OperationLog
+from .metering import Meter
+from .outcomes import Outcomes
+from .recovery import Recovery
+from .requests import OperationResult
+from .runner import Outcome, Runner, is_pass
+from .scheduler import Ready, Scheduler
+from .session import REPLAYED_KINDS, WINDOW_KINDS, Operation, Session
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
+_MAX_UNFINISHED = 64
+"""Results of one session that may wait for the disk before its next operation does."""
+_PARSE_IN_THREAD = 1 << 20
+
+
+class Lane:
+    """The sessions of one base model and the engine that they share."""
+
+    def __init__(
+        self,
+        base_model: str,
+        host: EngineHost,
+        store: Store,
+        log: OperationLog,
+        outcomes: Outcomes,
+        meter: Meter,
+        checkpoints: Checkpoints,
+        settings: Settings,
+        scratch: Path,
+    ) -> None:
+        self.base_model = base_model
+        self.pool = FrozenPool(store, checkpoints, settings.live_snapshots, settings.kept_snapshots)
+        self._host = host
+        self._store = store
+        self._log = log
+        self._outcomes = outcomes
+        self._meter = meter
+        self._checkpoints = checkpoints
+        self._settings = settings
+        self._scratch = scratch
+        self._recovery = Recovery(store, checkpoints)
+        self._scheduler = Scheduler()
+        self._sessions: dict[str, Session] = {}
+        self._handle: EngineHandle | None = None
+        self._opening = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        """Held while the engine runs an operation, or a session is moved in or out."""
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    # --- what others ask of it ---------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Of the engine, once it is loaded."""
+        return None if self._handle is None else self._handle.info
+
+    async def engine(self) -> EngineHandle:
+        """The engine; loads it on first use.
+
+        Raises:
+            TrainSessionError: it cannot be loaded. The next call tries again.
+        """
+        async with self._opening:
+            if self._handle is None:
+                self._handle = await self._host.open(self.base_model)
+            return self._handle
+
+    def add(self, session: Session) -> None:
+        self._sessions[session.id] = session
+        self.wake()
+
+    def wake(self) -> None:
+        """Something became ready."""
+        self._wake.set()
+        if self._task is None and not self._closing:
+            self._task = asyncio.create_task(self._run(), name=f"lane {self.base_model}")
+
+    async def evict(self, session: Session) -> None:
+        """Move an idle session to blobs; its next operation brings it back."""
+        async with self._turn:
+            if not session.resident or not session.idle:
+                return
+            await self._save(session)
+            if session.idle and not self._unsaved(session):
+                session.resident = False
+                session.kept.clear()
+                assert self._handle is not None
+                await self._handle.call("drop_adapter", session.id)
+
+    async def remove(self, session: Session) -> None:
+        """Drop a closed session; its frozen weights stay."""
+        async with self._turn:
+            self._sessions.pop(session.id, None)
+            if session.resident and self._handle is not None:
+                session.resident = False
+                await self._handle.call("drop_adapter", session.id)
+
+    async def tidy(self, session: Session) -> None:
+        """Drop graphs of forwards whose backward did not come, and take a snapshot that is due."""
+        async with self._turn:
+            if session.resident:
+                runner = self._runner(await self.engine())
+                await runner.drop_old_graphs(session, self._settings.keep_graph_seconds)
+                await self._maybe_snapshot(session)
+
+    async def close(self) -> None:
+        """Let the present operation end, then save every session and the frozen weights."""
+        self._closing = True
+        self._wake.set()
+        if self._task is not None:
+            await self._task
+        if self._handle is not None:
+            for session in self._sessions.values():
+                if session.resident:
+                    await self._save(session)
+            try:
+                await self.pool.save(self._handle)
+            except StorageError as error:
+                logger.warning("frozen weights were not saved: %s", error.message)
+        for session in self._sessions.values():
+            await self._recovery.settled(session)
+
+    # --- the loop ----------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            for session in list(self._sessions.values()):
+                self._pass_ended(session)
+            picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := _ready(s))])
+            if not picked:
+                await self._wake.wait()
+                continue
+            async with self._turn:
+                await self._execute([self._sessions[item.session] for item in picked if item.session in self._sessions])
+
+    def _pass_ended(self, session: Session) -> None:
+        """Step over operations that were refused, cancelled or skipped, or whose replay does nothing."""
+        passed = 0
+        while (operation := session.head) is not None:
+            if operation.error is not None:
+                session.incomplete |= operation.kind in WINDOW_KINDS
+            elif not (operation.replay and operation.kind not in REPLAYED_KINDS):
+                break
+            session.passed(operation)
+            passed += not operation.replay
+        if passed:
+            following = session.next_run
+            query = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
+            self._store.write_lazily(lambda connection: connection.execute(query.values(next_seq=following)))
+
+    async def _execute(self, chosen: Sequence[Session]) -> None:
+        """Run the heads of these sessions: one operation, or several passes as one."""
+        started = time.monotonic()
+        work: list[tuple[Session, Operation, Body]] = []
+        for session in chosen:
+            operation = session.head
+            if operation is None or operation.error is not None:
+                continue
+            operation.started = True
+            try:
+                work.append((session, operation, await self._prepare(session, operation)))
+            except Exception as error:
+                self._settle(session, operation, Outcome(error=_as_ours(error, operation)), 0.0)
+        if not work:
+            return
+        handle = await self.engine()
+        metered = [session for session, operation, _ in work if not operation.replay]
+        for session in metered:
+            self._meter.enter(handle, session.project, session.id)
+        try:
+            outcomes = await self._outcomes_of(self._runner(handle), work)
+        finally:
+            for session in metered:
+                self._meter.leave(handle, session.project, session.id)
+        seconds = time.monotonic() - started
+        for (session, operation, _), outcome in zip(work, outcomes, strict=True):
+            self._settle(session, operation, outcome, seconds)
+        for session, operation, _ in work:
+            await self._maybe_snapshot(session)
+            if operation.kind == "snapshot":
+                await self._shrink(handle)
+
+    async def _prepare(self, session: Session, operation: Operation) -> Body:
+        if session.fatal is not None:
+            raise session.fatal
+        handle = await self.engine()
+        try:
+            await self._recovery.bring_in(handle, session)
+        except StorageError:
+            raise
+        except TrainSessionError as error:
+            session.fatal = error
+            raise
+        if operation.body is None:
+            packed = await self._log.body(operation.id)
+            parse = self._store.in_thread(parse_packed, packed) if len(packed) > _PARSE_IN_THREAD else None
+            operation.body = parse_packed(packed) if parse is None else await parse
+        return operation.body
+
+    async def _outcomes_of(self, runner: Runner, work: Sequence[tuple[Session, Operation, Body]]) -> Sequence[Outcome]:
+        try:
+            if is_pass(work[0][1]):
+                return await runner.train(work)
+            return [await runner.run(*work[0])]
+        except Exception as error:
+            return [Outcome(error=_as_ours(error, operation)) for _, operation, _ in work]
+
+    def _runner(self, handle: EngineHandle) -> Runner:
+        return Runner(handle, self._checkpoints, self._log, self.pool, self._scratch)
+
+    # --- what follows an operation -----------------------------------------------------------
+
+    def _settle(self, session: Session, operation: Operation, outcome: Outcome, seconds: float) -> None:
+        """Move the session past an operation and write its end in the background."""
+        session.passed(operation)
+        session.operations_since_snapshot += 1
+        session.seconds_since_snapshot += seconds
+        session.used_at = time.time()
+        if operation.replay:
+            if outcome.error is not None and session.fatal is None:
+                logger.error("replay of %s failed: %s", operation.id, outcome.error.message)
+                session.fatal = EngineError(
+                    f"the session could not be restored: operation {operation.seq} ({operation.kind}) succeeded "
+                    f"before and failed when it was replayed: {outcome.error.message}"
+                )
+            return
+        skipped: list[Operation] = []
+        if outcome.error is not None:
+            session.incomplete |= operation.kind in WINDOW_KINDS
+            skipped = self._skip_rest(session, operation)
+        elif operation.kind == "optim_step":
+            session.step = int(outcome.value["metrics"].get("step", session.step + 1))
+            if operation.body is not None and operation.body.progress is not None:
+                session.progress = operation.body.progress
+        advance = {"step": session.step, "progress": session.progress}
+        completion = self._complete(session, operation, outcome, skipped, advance)
+        task = asyncio.create_task(completion, name=f"complete {operation.id}")
+        session.completions[operation.seq] = task
+
+        def done(_task: asyncio.Task[None]) -> None:
+            session.completions.pop(operation.seq, None)
+            self._wake.set()
+
+        task.add_done_callback(done)
+
+    def _skip_rest(self, session: Session, failed: Operation) -> list[Operation]:
+        if session.on_failure != "skip":
+            return []
+        skipped = [operation for operation in session.pending.values() if operation.error is None]
+        for operation in skipped:
+            operation.error = OperationSkipped(
+                f"skipped: operation {failed.seq} ({failed.kind}) of this session failed before it",
+                details={"failed_seq": failed.seq, "failed_operation": failed.id},
+            )
+        return skipped
+
+    async def _complete(
+        self,
+        session: Session,
+        operation: Operation,
+        outcome: Outcome,
+        skipped: Sequence[Operation],
+        advance: dict[str, Any],
+    ) -> None:
+        if outcome.later is not None:
+            try:
+                outcome = await outcome.later()
+            except TrainSessionError as error:
+                outcome = Outcome(error=error)
+        endings = [Ending(operation_id=other.id, state="failed", error=other.error) for other in skipped]
+        while True:
+            try:
+                result = await self._write_end(session, operation, outcome, advance, endings)
+                break
+            except StorageError as error:
+                # The result must not be lost: the engine has moved on, and nothing of it is retried.
+                logger.warning("the result of %s cannot be written yet: %s", operation.id, error.message)
+                if self._closing:
+                    return  # it is still in the log as not ended, and will run again
+                await asyncio.sleep(self._settings.retry_seconds)
+            except TrainSessionError as error:  # the row that had to exist with it could not
+                outcome = Outcome(error=error)
+        self._outcomes.publish(result)
+        for other in skipped:
+            self._outcomes.publish(OperationResult(other.id, "failed", error=other.error))
+        self._meter.flush()
+
+    async def _write_end(
+        self,
+        session: Session,
+        operation: Operation,
+        outcome: Outcome,
+        advance: dict[str, Any],
+        endings: Sequence[Ending],
+    ) -> OperationResult:
+        if outcome.error is not None:
+            ending = Ending(operation_id=operation.id, state="failed", error=outcome.error, advance=advance)
+            await self._log.finish(ending, *endings)
+            return OperationResult(operation.id, "failed", error=outcome.error)
+        value = dict(outcome.value)
+        charged = {kind: count for kind, count in (outcome.tokens or {}).items() if count > 0}
+        if outcome.tokens is not None:
+            value["usage"] = asdict(self._meter.prices.priced(session.base_model, outcome.tokens))
+        packed = wire.pack(value)
+        stored = await self._store.keep("result", packed)
+        await self._log.finish(
+            Ending(
+                operation_id=operation.id,
+                state="done",
+                result=stored,
+                charges=self._meter.charges(session.base_model, charged),
+                payer=session.id,
+                base_model=session.base_model,
+                currency=self._meter.prices.currency,
+                refund=outcome.refund,
+                advance=advance,
+                also=outcome.also,
+            ),
+            *endings,
+        )
+        return OperationResult(operation.id, "done", value)
+
+    # --- snapshots ---------------------------------------------------------------------------
+
+    async def _maybe_snapshot(self, session: Session) -> None:
+        if session.resident and (
+            session.snapshot_due
+            or session.operations_since_snapshot >= self._settings.snapshot_every_operations
+            or session.seconds_since_snapshot >= self._settings.snapshot_every_seconds
+        ):
+            await self._snapshot(session)
+
+    async def _snapshot(self, session: Session) -> None:
+        assert self._handle is not None
+        try:
+            await self._recovery.snapshot(self._handle, self.pool, session)
+        except StorageError as error:
+            logger.warning("no snapshot of session %s: %s", session.id, error.message)
+
+    async def _save(self, session: Session) -> None:
+        await self._recovery.settled(session)
+        if self._unsaved(session):
+            await self._snapshot(session)
+            await self._recovery.settled(session)
+
+    def _unsaved(self, session: Session) -> bool:
+        return session.operations_since_snapshot > 0 or session.snapshot_due
+
+    async def _shrink(self, handle: EngineHandle) -> None:
+        try:
+            await self.pool.shrink(handle)
+        except StorageError as error:
+            logger.warning("frozen weights stay in memory: %s", error.message)
+
+
+def _as_ours(error: Exception, operation: Operation) -> TrainSessionError:
+    """A fault of our own code fails one operation, not the lane; its traceback goes to the log only."""
+    if isinstance(error, TrainSessionError):
+        return error
+    logger.error("operation %s failed unexpectedly", operation.id, exc_info=error)
+    return EngineError(f"the service failed while it ran {operation.id}; its log has the details")
+
+
+def _ready(session: Session) -> Ready | None:
+    operation = session.head
+    if operation is None or len(session.completions) >= _MAX_UNFINISHED:
+        return None
+    passes = is_pass(operation)
+    return Ready(session.project, session.id, max(1, operation.tokens) if passes else 0, mergeable=passes)

@@ -1,0 +1,150 @@
+"""Snapshot and replay: how a session's adapter survives the engine that held it.
+
+An internal snapshot is everything the engine knows of a session after operation ``seq``: adapter,
+moments, step, pending gradients. To come back, the newest is restored and the operations behind it
+run again, with their results thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import sqlalchemy as sa
+
+from .. import wire
+from ..engine import checkpoint as formats
+from ..engine.api import AdapterState, EngineHandle
+from ..errors import CheckpointMismatch, StorageError
+from ..store.schema import internal_snapshots, operations, sessions
+from ..store.store import Store
+from .checkpoints import Checkpoints
+from .frozen import FrozenPool
+from .session import Session
+
+logger = logging.getLogger(__name__)
+_KEPT_FORWARDS = 64
+"""Bodies of kept forwards stay this many numbers longer: their backward may still need them."""
+
+
+class Recovery:
+    def __init__(self, store: Store, checkpoints: Checkpoints) -> None:
+        self._store = store
+        self._checkpoints = checkpoints
+
+    async def bring_in(self, handle: EngineHandle, session: Session) -> None:
+        """Make the engine hold the session as of operation ``next_run - 1``, from its newest snapshot.
+
+        Raises:
+            CheckpointMismatch: the base model is not the one that the session was trained on.
+            InvalidRequest: the adapter does not fit the model.
+        """
+        if session.resident:
+            return
+        identity = handle.info.identity
+        if session.base_identity not in (None, identity):
+            raise CheckpointMismatch(
+                f"session {session.id} was trained on base weights {session.base_identity}; "
+                f"{session.base_model} is {identity} now",
+                details={"expected": session.base_identity, "found": identity},
+            )
+        state, optimizer = await self._newest(session)
+        await handle.call("add_adapter", session.id, session.lora)
+        try:
+            if state is not None:
+                await handle.call("restore", session.id, state, optimizer=optimizer)
+        except BaseException:
+            await handle.call("drop_adapter", session.id)
+            raise
+        session.resident = True
+        if session.base_identity is None:
+            session.base_identity = identity
+            set_identity = sa.update(sessions).where(sessions.c.id == session.id).values(base_identity=identity)
+            self._store.write_lazily(lambda connection: connection.execute(set_identity))
+
+    async def _newest(self, session: Session) -> tuple[AdapterState | None, bool]:
+        """The state to start from and whether its optimizer counts; None: a fresh adapter."""
+        query = (
+            sa.select(internal_snapshots)
+            .where(internal_snapshots.c.session_id == session.id)
+            .order_by(internal_snapshots.c.seq.desc())
+            .limit(1)
+        )
+        row = await self._store.read(lambda connection: connection.execute(query).one_or_none())
+        if row is not None:
+            data = await self._store.in_thread(self._store.blobs.get, row.blob, row.sha256)
+            state = formats.state_from_files(wire.unpack(data))
+            return state, state.has_optimizer
+        if session.from_checkpoint is None:
+            return None, False
+        # The checkpoint may be deleted later: hold a snapshot of our own as soon as possible.
+        session.snapshot_due = True
+        found = await self._checkpoints.find(session.project, session.from_checkpoint)
+        return await self._checkpoints.load(found), session.with_optimizer
+
+    async def snapshot(self, handle: EngineHandle, pool: FrozenPool, session: Session) -> None:
+        """Capture the session now; what the future writes in the background is awaited by `settled`.
+
+        Call it between two operations of the session.
+        """
+        if session.snapshot_task is not None and not session.snapshot_task.done():
+            return
+        seq, window = session.next_run - 1, "incomplete" if session.incomplete else "complete"
+        state = await handle.call("capture", session.id, optimizer=True, gradients=True)
+        # Replay will start behind the operations that froze these, so it cannot make them again.
+        await pool.save(handle, session.id)
+        session.operations_since_snapshot = 0
+        session.seconds_since_snapshot = 0.0
+        session.snapshot_due = False
+        before = [task for number, task in session.completions.items() if number <= seq]
+        session.snapshot_task = asyncio.create_task(self._write(session, seq, window, state, before))
+
+    async def settled(self, session: Session) -> None:
+        """Wait until everything that ran, and its snapshot, is on disk."""
+        if session.completions:
+            await asyncio.wait(list(session.completions.values()))
+        if session.snapshot_task is not None:
+            await asyncio.wait([session.snapshot_task])
+
+    async def _write(
+        self, session: Session, seq: int, window: str, state: AdapterState, before: list[asyncio.Task[None]]
+    ) -> None:
+        try:
+            data = await self._store.in_thread(lambda: wire.pack(formats.state_to_files(state, session.base_model)))
+            blob = await self._store.in_thread(self._store.blobs.put, "session", data)
+            if before:  # an operation that a snapshot covers must have its result first
+                await asyncio.wait(before)
+            row = {
+                "session_id": session.id,
+                "seq": seq,
+                "window": window,
+                "blob": blob.name,
+                "sha256": blob.sha256,
+                "created_at": time.time(),
+            }
+            await self._store.drop_blobs(await self._store.write(lambda connection: _replace(connection, row)))
+        except StorageError as error:
+            # Nothing is lost: the older snapshot and the bodies behind it are still there.
+            logger.warning("no snapshot of session %s: %s", session.id, error.message)
+            session.snapshot_due = True
+
+
+def _replace(connection: sa.Connection, row: dict[str, Any]) -> list[str]:
+    """Add a snapshot and drop what it makes superfluous; returns the blobs of that."""
+    session_id, seq = row["session_id"], row["seq"]
+    older = sa.and_(internal_snapshots.c.session_id == session_id, internal_snapshots.c.seq <= seq)
+    superfluous = list(connection.execute(sa.select(internal_snapshots.c.blob).where(older)).scalars())
+    connection.execute(sa.delete(internal_snapshots).where(older))
+    connection.execute(sa.insert(internal_snapshots).values(**row))
+    covered = sa.and_(
+        operations.c.session_id == session_id,
+        operations.c.seq <= sa.case((operations.c.kind == "forward_keep", seq - _KEPT_FORWARDS), else_=seq),
+        operations.c.state != "queued",
+        sa.or_(operations.c.body.is_not(None), operations.c.body_blob.is_not(None)),
+    )
+    bodies = sa.select(operations.c.body_blob).where(covered, operations.c.body_blob.is_not(None))
+    superfluous += list(connection.execute(bodies).scalars())
+    connection.execute(sa.update(operations).where(covered).values(body=None, body_blob=None))
+    return superfluous

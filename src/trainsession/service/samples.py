@@ -1,0 +1,411 @@
+"""Samples: accepted in groups, drawn by the engine, streamed while they run, metered at their end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+
+from .. import wire
+from ..engine.api import EngineHandle, EngineInfo, SampleEvent, SampleItem
+from ..errors import Cancelled, NotFound, PromptTooLong, StorageError, TrainSessionError
+from ..limits import LIMITS
+from ..store.schema import operations
+from ..store.store import Store
+from ..types import SampledSequence, SampleResponse, Usage
+from .bodies import check_ids
+from .ids import new_id, new_seed
+from .lane import Lane
+from .log import SAMPLE, Ending, OperationLog
+from .metering import Meter
+from .outcomes import Outcomes
+from .requests import OperationResult, SampleRequest
+from .settings import Settings
+from .weights import WeightsResolver, WeightsSource
+
+logger = logging.getLogger(__name__)
+_REMEMBERED = 256
+"""Finished samples whose stream can be replayed from memory."""
+
+
+@dataclass(slots=True)
+class SampleRun:
+    """One accepted request: its events so far, and those who watch."""
+
+    id: str
+    project: str
+    payer: str
+    request: SampleRequest
+    lane: Lane
+    frames: list[dict[str, Any]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+    handle: EngineHandle | None = None
+    """Set while the engine draws."""
+    cancelled: bool = False
+    tokens: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    topk: list[list[list[tuple[int, float]]]] = field(default_factory=list)
+    reasons: list[Any] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        n = self.request.num_samples
+        self.tokens, self.logprobs, self.topk = ([[] for _ in range(n)] for _ in range(3))
+        self.reasons, self.texts = [None] * n, [""] * n
+
+    def frame(self, frame: dict[str, Any]) -> None:
+        self.frames.append(frame)
+        self.changed.set()
+
+    def response(self, end: SampleEvent, usage: Usage) -> SampleResponse:
+        with_topk = self.request.topk_logprobs > 0
+        return SampleResponse(
+            sequences=[
+                SampledSequence(
+                    np.array(self.tokens[index], np.int32),
+                    np.array(self.logprobs[index], np.float32),
+                    self.reasons[index] or "cancelled",
+                    self.texts[index],
+                    self.topk[index] if with_topk else None,
+                )
+                for index in range(self.request.num_samples)
+            ],
+            prompt_logprobs=end.prompt_logprobs,
+            topk_prompt_logprobs=end.topk_prompt_logprobs,
+            usage=usage,
+        )
+
+
+class Samples:
+    def __init__(
+        self,
+        store: Store,
+        log: OperationLog,
+        outcomes: Outcomes,
+        meter: Meter,
+        resolver: WeightsResolver,
+        settings: Settings,
+    ) -> None:
+        self._store = store
+        self._log = log
+        self._outcomes = outcomes
+        self._meter = meter
+        self._resolver = resolver
+        self._settings = settings
+        self._runs: dict[str, SampleRun] = {}
+        self._finished: OrderedDict[str, SampleRun] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def submit(
+        self, project: str, weights: Mapping[str, Any], requests: Sequence[SampleRequest], key: str
+    ) -> list[str]:
+        """Accept all requests in one commit, or none.
+
+        Raises:
+            InvalidRequest, NotFound: what the engine could not run, as far as it is known yet.
+        """
+        LIMITS.check("max_prompts", len(requests), "requests")
+        source = await self._resolver.resolve(project, weights)
+        info = source.lane.info
+        for index, request in enumerate(requests):
+            try:
+                request.check()
+                if info is not None:
+                    _fit(info, request)
+            except TrainSessionError as error:
+                details = {"request": index, **error.details}
+                raise type(error)(f"request {index}: {error.message}", details=details) from None
+        # The caller's own seed is part of what a retry must repeat; one that we draw is not.
+        bodies = [_pack(request, weights) for request in requests]
+        seeded = [_with_seed(request) for request in requests]
+        rows: list[dict[str, Any]] = []
+        for index, (request, body) in enumerate(zip(seeded, bodies, strict=True)):
+            stored = await self._store.keep("body", body)
+            rows.append(
+                {
+                    "id": new_id("op"),
+                    "project": project,
+                    "session_id": request.session_id or source.session_id,
+                    "seq": None,
+                    "kind": SAMPLE,
+                    "scope": SAMPLE,
+                    "idempotency_key": f"{key}/{index}" if key else None,
+                    "weights": {**source.to_row(), "seed": request.params.seed},
+                    "state": "queued",
+                    "tokens": int(request.prompt.size),
+                    "created_at": time.time(),
+                    **stored.columns("body"),
+                }
+            )
+        await self._resolver.check_payers(project, {row["session_id"] for row in rows if row["session_id"]})
+        if rows:
+            earlier = await self._log.accept_samples(rows)
+            if earlier is not None:
+                return earlier
+        runs = [
+            SampleRun(row["id"], project, row["session_id"] or "", request, source.lane)
+            for row, request in zip(rows, seeded, strict=True)
+        ]
+        self._start(source, runs)
+        return [run.id for run in runs]
+
+    async def load_unfinished(self) -> None:
+        """Run again what an earlier process accepted and did not finish."""
+        columns = (operations.c.id, operations.c.project, operations.c.session_id, operations.c.weights)
+        query = sa.select(*columns).where(operations.c.kind == SAMPLE, operations.c.state == "queued")
+        for row in await self._store.read(lambda connection: connection.execute(query).all()):
+            source = self._resolver.from_row(row.project, row.weights)
+            request = _with_seed(_unpack(await self._log.body(row.id)), row.weights["seed"])
+            self._start(source, [SampleRun(row.id, row.project, row.session_id or "", request, source.lane)])
+
+    def _start(self, source: WeightsSource, runs: Sequence[SampleRun]) -> None:
+        for run in runs:
+            self._runs[run.id] = run
+            self._outcomes.expect(run.project, run.id, _position(run))
+        if runs:
+            self._spawn(self._feed(source, runs))
+
+    async def _feed(self, source: WeightsSource, runs: Sequence[SampleRun]) -> None:
+        """Wait for the weights, then hand the requests to the engine."""
+        try:
+            handle, weights = await self._resolver.prepare(source, len(runs))
+        except TrainSessionError as error:
+            for run in runs:
+                if not self._closing:
+                    self._spawn(self._fail(run, error))
+            return
+        for run in runs:
+            release = self._releaser(run, handle, lambda: source.lane.pool.release(weights))
+            if run.cancelled or self._closing:
+                release()
+                continue
+            try:
+                request = _fit(handle.info, run.request)
+            except TrainSessionError as error:
+                release()
+                self._spawn(self._fail(run, error))
+                continue
+            run.handle = handle
+            self._meter.enter(handle, run.project, run.payer)
+            handle.sample(_item(run, request, weights.key), self._listener(run, handle, release))
+
+    def _releaser(self, run: SampleRun, handle: EngineHandle, release: Callable[[], None]) -> Callable[[], None]:
+        def once() -> None:
+            if run.handle is not None:
+                run.handle = None
+                self._meter.leave(handle, run.project, run.payer)
+            release()
+
+        return once
+
+    def _listener(
+        self, run: SampleRun, handle: EngineHandle, release: Callable[[], None]
+    ) -> Callable[[SampleEvent], None]:
+        def on_event(event: SampleEvent) -> None:
+            if event.done:
+                release()
+                if not self._closing:
+                    self._spawn(self._fail(run, event.error) if event.error else self._finish(run, event))
+                return
+            run.tokens[event.index].extend(event.tokens)
+            run.logprobs[event.index].extend(event.logprobs)
+            run.topk[event.index].extend(event.topk)
+            if event.stop_reason is not None:
+                run.reasons[event.index] = event.stop_reason
+                run.texts[event.index] = event.text
+            run.frame(
+                {
+                    "index": event.index,
+                    "tokens": event.tokens,
+                    "logprobs": event.logprobs,
+                    "text_delta": event.text_delta,
+                    "stop_reason": event.stop_reason,
+                }
+            )
+
+        return on_event
+
+    # --- ends --------------------------------------------------------------------------------
+
+    async def _finish(self, run: SampleRun, end: SampleEvent) -> None:
+        tokens = {"prefill": int(run.request.prompt.size), "sample": sum(map(len, run.tokens))}
+        usage = self._meter.prices.priced(run.lane.base_model, tokens)
+        value = wire.samples_to_wire(run.response(end, usage))
+        ending = Ending(
+            operation_id=run.id,
+            state="done",
+            charges=self._meter.charges(run.lane.base_model, tokens),
+            payer=run.payer,
+            base_model=run.lane.base_model,
+            currency=self._meter.prices.currency,
+        )
+        if await self._durably(run, ending, wire.pack(value)):
+            self._end(run, OperationResult(run.id, "done", value), {"done": True, "usage": asdict(usage)})
+            self._meter.flush()
+
+    async def _fail(self, run: SampleRun, error: TrainSessionError) -> None:
+        state = "cancelled" if isinstance(error, Cancelled) else "failed"
+        if await self._durably(run, Ending(operation_id=run.id, state=state, error=error), None):
+            self._end(run, OperationResult(run.id, state, error=error), {"error": error.to_wire()})
+
+    async def _durably(self, run: SampleRun, ending: Ending, packed: bytes | None) -> bool:
+        """Write an end, however long the disk refuses it; False when the service closed first."""
+        while not self._closing:
+            try:
+                if packed is not None:
+                    ending = replace(ending, result=await self._store.keep("result", packed))
+                await self._log.finish(ending)
+                return True
+            except StorageError as error:
+                logger.warning("the result of %s cannot be written yet: %s", run.id, error.message)
+                await asyncio.sleep(self._settings.retry_seconds)
+        return False
+
+    def _end(self, run: SampleRun, result: OperationResult, frame: dict[str, Any]) -> None:
+        self._runs.pop(run.id, None)
+        self._finished[run.id] = run
+        while len(self._finished) > _REMEMBERED:
+            self._finished.popitem(last=False)
+        run.ended = True
+        run.frame(frame)
+        self._outcomes.publish(result)
+
+    # --- cancelling, streaming, closing ------------------------------------------------------
+
+    async def cancel(self, project: str, operation_id: str) -> bool | None:
+        """None where there is no such unfinished sample."""
+        run = self._runs.get(operation_id)
+        if run is None or run.project != project:
+            return None
+        if run.cancelled:
+            return True
+        run.cancelled = True
+        if run.handle is not None:
+            run.handle.cancel(run.id)  # what it has drawn so far is its result
+        else:
+            await self._fail(run, Cancelled("cancelled before it started"))
+        return True
+
+    async def stream(self, project: str, operation_id: str, after: int) -> AsyncIterator[dict[str, Any]]:
+        """Events from the start or after the first ``after``, then those to come.
+
+        Raises:
+            NotFound: no such sample, or one that ended long ago, resumed in its middle.
+        """
+        run = self._runs.get(operation_id) or self._finished.get(operation_id)
+        if run is None or run.project != project:
+            async for frame in self._replay(project, operation_id, after):
+                yield frame
+            return
+        position = after
+        while True:
+            while position < len(run.frames):
+                yield run.frames[position]
+                position += 1
+            if run.ended:
+                return
+            run.changed.clear()
+            await run.changed.wait()
+
+    async def _replay(self, project: str, operation_id: str, after: int) -> AsyncIterator[dict[str, Any]]:
+        found = await self._log.results(project, [operation_id])
+        result = found.get(operation_id)
+        if result is None:
+            raise NotFound(f"no sample {operation_id} in this project", details={"id": operation_id})
+        if result.error is not None:
+            yield {"error": result.error.to_wire()}
+            return
+        if "sequences" not in result.value or after:
+            raise NotFound(f"the stream of {operation_id} is over; fetch its result")
+        for index, sequence in enumerate(result.value["sequences"]):
+            yield {
+                "index": index,
+                "tokens": sequence["tokens"].tolist(),
+                "logprobs": sequence["logprobs"].tolist(),
+                "text_delta": sequence["text"],
+                "stop_reason": sequence["stop_reason"],
+            }
+        yield {"done": True, "usage": result.value["usage"]}
+
+    async def close(self) -> None:
+        """Stop drawing; unfinished samples stay in the log and are drawn again by the next process."""
+        self._closing = True
+        for run in self._runs.values():
+            if run.handle is not None:
+                run.handle.cancel(run.id)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _fit(info: EngineInfo, request: SampleRequest) -> SampleRequest:
+    """The request with ``max_tokens`` filled in.
+
+    Raises:
+        InvalidDatum: a token outside the vocabulary. PromptTooLong: it does not fit the context.
+    """
+    check_ids(info, request.prompt, "prompt", {"key": "prompt"})
+    room = info.context_length - int(request.prompt.size)
+    wanted = request.params.max_tokens
+    needed = 0 if request.num_samples == 0 else (wanted or 1)
+    if room < needed:
+        asked = f" and max_tokens={wanted}" if wanted and request.num_samples else ""
+        raise PromptTooLong(
+            f"prompt: {request.prompt.size} tokens{asked} do not fit the context of {info.context_length} "
+            f"({info.base_model})",
+            details={"key": "prompt", "bound": info.context_length, "value": int(request.prompt.size) + needed},
+        )
+    if wanted is None:
+        filled = replace(request, params=replace(request.params, max_tokens=max(room, 1)))
+        filled.check()
+        return filled
+    return request
+
+
+def _item(run: SampleRun, request: SampleRequest, weights: str | None) -> SampleItem:
+    return SampleItem(
+        request_id=run.id,
+        prompt=request.prompt,
+        num_samples=request.num_samples,
+        params=request.params,
+        weights=weights,
+        prompt_logprobs=request.prompt_logprobs,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_logprobs=request.topk_logprobs,
+        cache_salt=run.project,
+    )
+
+
+def _with_seed(request: SampleRequest, seed: int | None = None) -> SampleRequest:
+    if request.params.seed is not None:
+        return request
+    return replace(request, params=replace(request.params, seed=new_seed() if seed is None else seed))
+
+
+def _pack(request: SampleRequest, weights: Mapping[str, Any]) -> bytes:
+    fields = {name: getattr(request, name) for name in SampleRequest.__dataclass_fields__}
+    return wire.pack({**fields, "params": request.params.to_wire(), "weights": dict(weights)})
+
+
+def _unpack(data: bytes) -> SampleRequest:
+    body = wire.unpack(data)
+    del body["weights"]
+    return SampleRequest.from_wire(body)
+
+
+def _position(run: SampleRun) -> Callable[[], int]:
+    return lambda: 0 if run.handle is not None else 1

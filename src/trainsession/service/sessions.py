@@ -1,0 +1,382 @@
+"""Sessions: made, found, taken over, closed; and loaded with their unfinished operations."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..engine.api import EngineHost
+from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, SequenceConflict, SessionClosed, from_wire
+from ..limits import LIMITS
+from ..store.schema import internal_snapshots, operations, sessions
+from ..store.store import Store
+from ..types import LoraConfig, SessionInfo
+from .checkpoints import Checkpoints
+from .ids import new_id, new_seed
+from .lane import Lane
+from .outcomes import Outcomes
+from .requests import Attached, CreateSession
+from .runner import check_loadable
+from .session import Operation, Session
+
+
+class Sessions:
+    """All sessions of the home; those in use are `live` ones with a queue in memory.
+
+    Args:
+        lane_of: The lane of a base model.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        host: EngineHost,
+        checkpoints: Checkpoints,
+        outcomes: Outcomes,
+        lane_of: Callable[[str], Lane],
+    ) -> None:
+        self._store = store
+        self._host = host
+        self._checkpoints = checkpoints
+        self._outcomes = outcomes
+        self._lane_of = lane_of
+        self._live: dict[str, Session] = {}
+        self._loading = asyncio.Lock()
+
+    @property
+    def in_memory(self) -> list[Session]:
+        return list(self._live.values())
+
+    async def create(self, project: str, request: CreateSession) -> tuple[SessionInfo, int]:
+        """A new session, or the one that the same idempotency key made before.
+
+        Raises:
+            UnknownModel, NotFound, CheckpointMismatch, LimitExceeded, InvalidRequest.
+        """
+        _check(request)
+        checkpoint = None
+        base_model = request.base_model
+        if request.from_checkpoint is not None:
+            checkpoint = await self._checkpoints.find(project, request.from_checkpoint)
+            base_model = base_model or checkpoint.base_model
+        if not base_model:
+            raise InvalidRequest("base_model: missing", details={"key": "base_model"})
+        base_model = await asyncio.to_thread(self._host.resolve, base_model)
+        lora = None
+        if request.kind == "trainer":
+            lora = request.lora or (
+                LoraConfig() if checkpoint is None or not checkpoint.lora else LoraConfig.from_wire(checkpoint.lora)
+            )
+            if lora.seed is None:
+                lora = LoraConfig.from_wire(lora.to_wire() | {"seed": new_seed()})
+        if checkpoint is not None:
+            path = str(request.from_checkpoint)
+            known = self._lane_of(base_model).info
+            same = known.identity if known is not None else checkpoint.base_identity
+            check_loadable(checkpoint, path, request.with_optimizer, same, base_model)
+            if known is None and checkpoint.base_model != base_model:
+                check_loadable(checkpoint, path, False, "another base model", base_model)
+        now = time.time()
+        values: dict[str, Any] = {
+            "id": new_id("s"),
+            "project": project,
+            "kind": request.kind,
+            "base_model": base_model,
+            "base_identity": None if checkpoint is None else checkpoint.base_identity or None,
+            "lora": None if lora is None else lora.to_wire(),
+            "state": "running",
+            "on_failure": request.on_failure,
+            "name": request.name,
+            "tags": list(request.tags),
+            "metadata": dict(request.metadata),
+            "idempotency_key": request.idempotency_key or None,
+            "request_hash": _hash(request),
+            "from_checkpoint": request.from_checkpoint,
+            "with_optimizer": request.with_optimizer,
+            "epoch": 1,
+            "next_seq": 1,
+            "step": 0,
+            "progress": None,
+            "created_at": now,
+            "used_at": now,
+            "busy_seconds": 0.0,
+        }
+        session_id, epoch, new = await self._store.write(lambda connection: _insert(connection, values))
+        if new:
+            session = _session(values)
+            self._live[session.id] = session
+            self._lane_of(base_model).add(session)
+        return await self.info(project, session_id), epoch
+
+    async def record_closed(
+        self,
+        project: str,
+        session_id: str,
+        base_model: str,
+        name: str,
+        lora: LoraConfig,
+        also: Callable[[sa.Connection], None],
+    ) -> None:
+        """A session that only owns an imported checkpoint, which ``also`` inserts with it."""
+        now = time.time()
+        values = {
+            "id": session_id,
+            "project": project,
+            "kind": "sampler",
+            "base_model": base_model,
+            "lora": lora.to_wire(),
+            "state": "closed",
+            "on_failure": "continue",
+            "name": name,
+            "tags": [],
+            "metadata": {},
+            "request_hash": "",
+            "with_optimizer": False,
+            "epoch": 1,
+            "next_seq": 1,
+            "step": 0,
+            "created_at": now,
+            "used_at": now,
+            "closed_at": now,
+            "busy_seconds": 0.0,
+        }
+
+        def write(connection: sa.Connection) -> None:
+            connection.execute(sa.insert(sessions).values(**values))
+            also(connection)
+
+        await self._store.write(write)
+
+    async def info(self, project: str, session_id: str) -> SessionInfo:
+        live = self._live.get(session_id)
+        if live is not None and live.project == project:
+            return live.info()
+        return _session(await self._row(project, session_id)).info()
+
+    async def list(self, project: str) -> list[SessionInfo]:
+        """Newest first."""
+        query = sa.select(sessions).where(sessions.c.project == project)
+        query = query.order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
+        rows = await self._store.read(lambda connection: connection.execute(query).mappings().all())
+        return [self._live[row["id"]].info() if row["id"] in self._live else _session(row).info() for row in rows]
+
+    async def live(self, project: str, session_id: str) -> Session:
+        """The session with its queue; loads it, and starts its replay, on first use.
+
+        Raises:
+            NotFound, SessionClosed.
+        """
+        session = self._live.get(session_id)
+        if session is None:
+            async with self._loading:
+                session = self._live.get(session_id) or await self._load(project, session_id)
+        if session.project != project:
+            raise _unknown(session_id)
+        session.used_at = time.time()
+        return session
+
+    async def load_unfinished(self) -> None:
+        """Take up every session that has queued operations."""
+        query = sa.select(operations.c.project, operations.c.session_id).distinct()
+        query = query.where(operations.c.state == "queued", operations.c.seq.is_not(None))
+        query = query.join(sessions, sessions.c.id == operations.c.session_id).where(sessions.c.state != "closed")
+        for row in await self._store.read(lambda connection: connection.execute(query).all()):
+            await self.live(row.project, row.session_id)
+
+    async def attach(self, project: str, session_id: str) -> Attached:
+        """Take a session over: fences older clients and withdraws what they sent beyond a gap."""
+        session = await self.live(project, session_id)
+        epoch = session.epoch = session.epoch + 1
+        of_session = operations.c.session_id == session_id
+        unfetched = sa.select(operations.c.id).where(of_session, operations.c.acked_at.is_(None))
+        unfetched = unfetched.order_by(operations.c.created_at, operations.c.id)
+
+        def write(connection: sa.Connection) -> tuple[int, list[Any], list[str]]:
+            bump = sa.update(sessions).where(sessions.c.id == session_id).values(epoch=epoch)
+            next_seq = connection.execute(bump.returning(sessions.c.next_seq)).scalar_one()
+            numbers = sa.select(operations.c.seq).where(of_session, operations.c.seq >= next_seq)
+            for seq in connection.execute(numbers.order_by(operations.c.seq)).scalars():
+                if seq != next_seq:
+                    break
+                next_seq += 1
+            # They never ran and cannot: a number before them was never sent. The new client uses it anew.
+            stranded = sa.delete(operations).where(of_session, operations.c.seq > next_seq)
+            withdrawn = connection.execute(stranded.returning(operations.c.id, operations.c.seq)).all()
+            return next_seq, list(withdrawn), list(connection.execute(unfetched).scalars())
+
+        next_seq, withdrawn, ids = await self._store.write(write)
+        for row in withdrawn:
+            session.pending.pop(row.seq, None)
+        self._outcomes.forget(row.id for row in withdrawn)
+        return Attached(session.info(), epoch, next_seq, ids, session.progress)
+
+    async def close(self, project: str, session_id: str) -> SessionInfo:
+        """End a session; checkpoints and frozen weights stay."""
+        session = await self.live(project, session_id)
+        session.state = "closed"
+        query = sa.update(sessions).where(sessions.c.id == session_id).values(state="closed", closed_at=time.time())
+        snapshots = internal_snapshots.c.session_id == session_id
+        bodies = sa.and_(operations.c.session_id == session_id, operations.c.state != "queued")
+
+        cancelled = Cancelled("the session was closed before this ran").to_wire()
+        queued = sa.and_(operations.c.session_id == session_id, operations.c.seq.is_not(None))
+        queued = sa.and_(queued, operations.c.state == "queued")
+
+        def write(connection: sa.Connection) -> list[str]:
+            connection.execute(query)
+            end = {"state": "cancelled", "error": cancelled, "finished_at": time.time()}
+            connection.execute(sa.update(operations).where(queued).values(**end))
+            blobs = list(connection.execute(sa.select(internal_snapshots.c.blob).where(snapshots)).scalars())
+            with_blob = sa.select(operations.c.body_blob).where(bodies, operations.c.body_blob.is_not(None))
+            blobs += list(connection.execute(with_blob).scalars())
+            connection.execute(sa.delete(internal_snapshots).where(snapshots))
+            connection.execute(sa.update(operations).where(bodies).values(body=None, body_blob=None))
+            return blobs
+
+        await self._store.drop_blobs(await self._store.write(write))
+        await self._lane_of(session.base_model).remove(session)
+        del self._live[session_id]
+        return session.info()
+
+    def unfinished(self, project: str) -> int:
+        """Operations of the project that wait or run."""
+        return sum(len(session.pending) for session in self._live.values() if session.project == project)
+
+    async def _load(self, project: str, session_id: str) -> Session:
+        row = await self._row(project, session_id)
+        if row["state"] == "closed":
+            raise SessionClosed(f"session {session_id} is closed", details={"session_id": session_id})
+        session = _session(row)
+        newest = (
+            sa.select(internal_snapshots.c.seq, internal_snapshots.c.window)
+            .where(internal_snapshots.c.session_id == session_id)
+            .order_by(internal_snapshots.c.seq.desc())
+            .limit(1)
+        )
+        columns = (operations.c.id, operations.c.seq, operations.c.kind, operations.c.state, operations.c.tokens)
+        query = sa.select(*columns, operations.c.error).where(operations.c.session_id == session_id)
+
+        def read(connection: sa.Connection) -> tuple[Any, list[Any]]:
+            snapshot = connection.execute(newest).one_or_none()
+            covered = 0 if snapshot is None else snapshot.seq
+            return snapshot, list(connection.execute(query.where(operations.c.seq > covered)))
+
+        snapshot, rows = await self._store.read(read)
+        session.next_run = 1 if snapshot is None else snapshot.seq + 1
+        session.incomplete = snapshot is not None and snapshot.window == "incomplete"
+        for found in rows:
+            session.pending[found.seq] = Operation(
+                id=found.id,
+                seq=found.seq,
+                kind=found.kind,
+                tokens=found.tokens,
+                replay=found.state == "done",
+                error=from_wire(found.error or {}) if found.state in ("failed", "cancelled") else None,
+            )
+            session.replays_left += found.state == "done"
+            if found.state == "queued":
+                self.expect(session, found.id, found.seq)
+        if not session.replays_left:
+            session.replayed.set()
+        self._live[session_id] = session
+        self._lane_of(session.base_model).add(session)
+        return session
+
+    def expect(self, session: Session, operation_id: str, seq: int) -> None:
+        self._outcomes.expect(session.project, operation_id, lambda: seq - session.next_run)
+
+    async def _row(self, project: str, session_id: str) -> Any:
+        query = sa.select(sessions).where(sessions.c.id == session_id, sessions.c.project == project)
+        row = await self._store.read(lambda connection: connection.execute(query).mappings().one_or_none())
+        if row is None:
+            raise _unknown(session_id)
+        return row
+
+
+def _insert(connection: sa.Connection, values: dict[str, Any]) -> tuple[str, int, bool]:
+    mine = sessions.c.project == values["project"]
+    if values["idempotency_key"] is not None:
+        same = sa.select(sessions.c.id, sessions.c.epoch, sessions.c.request_hash).where(
+            mine, sessions.c.idempotency_key == values["idempotency_key"]
+        )
+        old = connection.execute(same).one_or_none()
+        if old is not None:
+            if old.request_hash != values["request_hash"]:
+                raise SequenceConflict("this idempotency key made a session with other parameters")
+            return old.id, old.epoch, False
+    running = sa.select(sa.func.count()).where(mine, sessions.c.state == "running")
+    count = connection.execute(running).scalar_one()
+    if count >= LIMITS.max_live_sessions:
+        raise LimitExceeded(
+            f"the project has {count} live sessions, the limit max_live_sessions = {LIMITS.max_live_sessions}; "
+            "close some",
+            details={"limit": "max_live_sessions", "bound": LIMITS.max_live_sessions, "value": count},
+        )
+    connection.execute(sa.insert(sessions).values(**values))
+    return values["id"], values["epoch"], True
+
+
+def _session(row: Any) -> Session:
+    return Session(
+        id=row["id"],
+        project=row["project"],
+        kind=row["kind"],
+        base_model=row["base_model"],
+        base_identity=row["base_identity"],
+        lora=None if row["lora"] is None else LoraConfig.from_wire(row["lora"]),
+        on_failure=row["on_failure"],
+        state=row["state"],
+        epoch=row["epoch"],
+        created_at=row["created_at"],
+        name=row["name"],
+        tags=tuple(row["tags"]),
+        metadata=row["metadata"],
+        from_checkpoint=row["from_checkpoint"],
+        with_optimizer=row["with_optimizer"],
+        step=row["step"],
+        progress=row["progress"],
+        next_run=row["next_seq"],
+        used_at=row["used_at"],
+    )
+
+
+def _check(request: CreateSession) -> None:
+    LIMITS.check("max_name_length", len(request.name), "name")
+    LIMITS.check("max_tags", len(request.tags), "tags")
+    for tag in request.tags:
+        LIMITS.check("max_name_length", len(tag), "tag")
+    try:
+        size = len(json.dumps(dict(request.metadata)))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"metadata: not JSON: {error}", details={"key": "metadata"}) from None
+    LIMITS.check("max_metadata_bytes", size, "metadata")
+    if request.with_optimizer and request.from_checkpoint is None:
+        raise InvalidRequest("with_optimizer needs from_checkpoint", details={"key": "with_optimizer"})
+    if request.kind == "sampler" and (request.lora is not None or request.from_checkpoint is not None):
+        raise InvalidRequest("a sampler session trains nothing: it takes no lora and no from_checkpoint")
+
+
+def _hash(request: CreateSession) -> str:
+    lora = None if request.lora is None else request.lora.to_wire()
+    fields = [
+        request.base_model,
+        request.kind,
+        lora,
+        request.name,
+        list(request.tags),
+        dict(request.metadata),
+        request.on_failure,
+        request.from_checkpoint,
+        request.with_optimizer,
+    ]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _unknown(session_id: str) -> NotFound:
+    return NotFound(f"no session {session_id} in this project", details={"session_id": session_id})

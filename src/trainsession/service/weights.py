@@ -1,0 +1,169 @@
+"""What samples are drawn from: the base model, a checkpoint, or a session's snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from ..engine.api import EngineHandle, EngineHost
+from ..errors import CheckpointMismatch, InvalidRequest, NotFound, SessionClosed
+from ..store.schema import frozen_weights, operations, sessions
+from ..store.store import Store
+from .checkpoints import Checkpoints, live_session
+from .frozen import Weights
+from .lane import Lane
+from .outcomes import Outcomes
+from .runner import check_loadable
+from .sessions import Sessions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSource:
+    """Resolved once, at acceptance: later changes of a name don't change what a sample sees.
+
+    Attributes:
+        session_id: The session of a snapshot; it pays unless the request names another.
+        operation_id: The `snapshot` operation to wait for.
+    """
+
+    lane: Lane
+    weights: Weights
+    session_id: str | None = None
+    operation_id: str | None = None
+
+    def to_row(self) -> dict[str, Any]:
+        return {
+            "base_model": self.lane.base_model,
+            "key": self.weights.key,
+            "checkpoint": self.weights.checkpoint,
+            "session_id": self.session_id,
+            "operation_id": self.operation_id,
+        }
+
+
+class WeightsResolver:
+    def __init__(
+        self,
+        store: Store,
+        host: EngineHost,
+        checkpoints: Checkpoints,
+        sessions_: Sessions,
+        outcomes: Outcomes,
+        lane_of: Callable[[str], Lane],
+    ) -> None:
+        self._store = store
+        self._host = host
+        self._checkpoints = checkpoints
+        self._sessions = sessions_
+        self._outcomes = outcomes
+        self._lane_of = lane_of
+
+    async def resolve(self, project: str, weights: Mapping[str, Any]) -> WeightsSource:
+        """Raises `InvalidRequest`, `UnknownModel`, `NotFound` or `CheckpointMismatch`."""
+        if len(weights) != 1 or not set(weights) <= {"base_model", "path", "operation_id"}:
+            raise InvalidRequest(
+                f"weights: expected one of base_model, path, operation_id, got {sorted(weights)}",
+                details={"key": "weights"},
+            )
+        (kind, value), *_ = weights.items()
+        if not isinstance(value, str):
+            raise InvalidRequest(f"weights: {kind} must be a string, got {value!r}", details={"key": "weights"})
+        if kind == "base_model":
+            name = await asyncio.to_thread(self._host.resolve, value)
+            return WeightsSource(lane=self._lane_of(name), weights=Weights(None, project))
+        if kind == "operation_id":
+            return await self._snapshot(project, value)
+        session_id = live_session(value)
+        if session_id is not None:
+            return await self._snapshot(project, await self._newest_snapshot(project, session_id))
+        row = await self._checkpoints.find(project, value)
+        if row.kind != "weights":
+            raise CheckpointMismatch(
+                f"{value} is a state checkpoint; sample from one that save_weights made", details={"path": value}
+            )
+        lane = self._lane_of(row.base_model)
+        identity = None if lane.info is None or not row.base_identity else lane.info.identity
+        check_loadable(row, value, False, identity, row.base_model)
+        return WeightsSource(lane=lane, weights=Weights(row.id, project, checkpoint=True), session_id=row.session_id)
+
+    def from_row(self, project: str, row: Mapping[str, Any]) -> WeightsSource:
+        """The source that `WeightsSource.to_row` described."""
+        session_id, operation_id = row["session_id"], row["operation_id"]
+        owner = session_id if operation_id else ""
+        return WeightsSource(
+            lane=self._lane_of(row["base_model"]),
+            weights=Weights(row["key"], project, owner or "", row["checkpoint"]),
+            session_id=session_id,
+            operation_id=operation_id,
+        )
+
+    async def prepare(self, source: WeightsSource, pins: int) -> tuple[EngineHandle, Weights]:
+        """The engine with these weights in it, pinned ``pins`` times.
+
+        Raises:
+            TrainSessionError: that of the snapshot operation, or `SnapshotLost`.
+        """
+        weights, project = source.weights, source.weights.project
+        if source.operation_id is not None:
+            result = await self._outcomes.wait(project, source.operation_id)
+            if result.error is not None and not isinstance(result.error, NotFound):
+                raise result.error
+        handle = await source.lane.engine()
+        if source.operation_id is not None and not source.lane.pool.holds(source.operation_id):
+            await self._replay(source)
+        for _ in range(pins):
+            await source.lane.pool.acquire(handle, weights)
+        return handle, weights
+
+    async def check_payers(self, project: str, session_ids: set[str]) -> None:
+        """Raise `NotFound` for a session that is not the project's."""
+        for session_id in session_ids:
+            await self._sessions.info(project, session_id)
+
+    async def _replay(self, source: WeightsSource) -> None:
+        """After a restart, let the session's log freeze these weights again if they are not on disk."""
+        query = sa.select(frozen_weights.c.id).where(frozen_weights.c.id == source.operation_id)
+        saved = await self._store.read(lambda connection: connection.execute(query).scalar())
+        if saved is None and source.session_id is not None:
+            try:
+                session = await self._sessions.live(source.weights.project, source.session_id)
+            except SessionClosed:
+                return
+            await session.replayed.wait()
+
+    async def _snapshot(self, project: str, operation_id: str) -> WeightsSource:
+        query = (
+            sa.select(operations.c.kind, operations.c.session_id, sessions.c.base_model)
+            .join(sessions, sessions.c.id == operations.c.session_id)
+            .where(operations.c.id == operation_id, operations.c.project == project)
+        )
+        row = await self._store.read(lambda connection: connection.execute(query).one_or_none())
+        if row is None:
+            raise NotFound(f"no operation {operation_id} in this project", details={"operation_id": operation_id})
+        if row.kind != "snapshot":
+            raise InvalidRequest(
+                f"weights: operation {operation_id} is a {row.kind}, not a snapshot", details={"key": "weights"}
+            )
+        return WeightsSource(
+            lane=self._lane_of(row.base_model),
+            weights=Weights(operation_id, project, row.session_id),
+            session_id=row.session_id,
+            operation_id=operation_id,
+        )
+
+    async def _newest_snapshot(self, project: str, session_id: str) -> str:
+        query = (
+            sa.select(operations.c.id)
+            .where(operations.c.session_id == session_id, operations.c.project == project)
+            .where(operations.c.kind == "snapshot", operations.c.state.in_(("queued", "done")))
+            .order_by(operations.c.seq.desc())
+            .limit(1)
+        )
+        operation_id = await self._store.read(lambda connection: connection.execute(query).scalar())
+        if operation_id is None:
+            raise NotFound(f"session {session_id} has no snapshot in this project")
+        return operation_id
