@@ -12,6 +12,7 @@ import uvicorn
 from ..service.service import Service
 from .app import create_app
 from .auth import Authenticate
+from .in_process import InProcess
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than a client keeps an idle connection, so that the client is the one to drop it."""
@@ -47,6 +48,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.servers: list[asyncio.Server] = []
+        self.in_process = InProcess(app)
 
     def descriptors(self) -> list[int]:
         """File descriptors of all open sockets: the listening ones and the connections."""
@@ -63,6 +65,7 @@ class Server(uvicorn.Server):
         if not self._closing.done():
             self._closing.set_result(None)
         await super().shutdown(sockets)
+        await self.in_process.drain(GRACE_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -23,10 +23,11 @@ import httpx
 
 from ..errors import ConnectionFailed
 from .home import HomeLock, default_home, prepare, published
-from .http import Transport
+from .http import LIMITS, WHOLE_ANSWER, Transport
 
 if TYPE_CHECKING:
     from ..engine.api import EngineHost
+    from ..server.in_process import InProcess
     from .serving import ServiceThread
 
 OpenHost = Callable[[], "EngineHost"]
@@ -57,6 +58,12 @@ class EmbeddedService:
     def serves(self) -> bool:
         """Whether the service runs in this process."""
         return self._thread is not None
+
+    @property
+    def in_process(self) -> InProcess | None:
+        """The way past the socket, where the service runs in this process."""
+        thread = self._thread
+        return None if thread is None else thread.in_process
 
     def transport(self) -> Transport:
         """A new transport to the service; belongs to the event loop that first uses it."""
@@ -144,7 +151,7 @@ class EmbeddedService:
 
 
 class _HomeConnection(httpx.AsyncBaseTransport):
-    """httpx over the socket of whoever serves the home just now."""
+    """httpx to whoever serves the home just now: over its socket, or without one if that is us."""
 
     def __init__(self, service: EmbeddedService) -> None:
         self._service = service
@@ -152,6 +159,12 @@ class _HomeConnection(httpx.AsyncBaseTransport):
         self._connecting = asyncio.Lock()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        served_here = self._service.in_process
+        if served_here is not None and request.extensions.get(WHOLE_ANSWER):
+            try:
+                return await _call(served_here, request)
+            except ConnectionRefusedError:
+                pass  # it stops this very moment: as with any other server that is gone
         inner = self._inner or await self._connect(None)
         try:
             return await inner.handle_async_request(request)
@@ -166,13 +179,28 @@ class _HomeConnection(httpx.AsyncBaseTransport):
                 socket = await asyncio.to_thread(self._service.ensure)
                 if broken is not None:
                     await broken.aclose()
-                limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30)
-                self._inner = httpx.AsyncHTTPTransport(uds=socket, verify=False, limits=limits)
+                self._inner = httpx.AsyncHTTPTransport(uds=socket, verify=False, limits=LIMITS)
             return self._inner
 
     async def aclose(self) -> None:
         if self._inner is not None:
             await self._inner.aclose()
+
+
+async def _call(service: InProcess, request: httpx.Request) -> httpx.Response:
+    headers = [(name.lower(), value) for name, value in request.headers.raw]
+    call = service.start(request.method, request.url.raw_path, headers, await request.aread())
+    seconds = request.extensions["timeout"]["read"]
+    try:
+        answer = await asyncio.wait_for(asyncio.wrap_future(call), seconds)
+    except TimeoutError as error:
+        raise httpx.ReadTimeout(f"no answer within {seconds} s", request=request) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise httpx.RemoteProtocolError("the service stopped before it answered", request=request) from None
+    return httpx.Response(answer.status, headers=answer.headers, stream=httpx.ByteStream(b"".join(answer.parts)))
 
 
 _services: dict[Path, EmbeddedService] = {}

@@ -40,6 +40,9 @@ FIRST_PATIENCE = 2.0
 """The same before the first answer: a mistyped address should fail at once."""
 OFF_LOOP_ABOVE = 1 << 20
 """Bodies above this many bytes are compressed and decoded on a worker thread."""
+LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30)
+WHOLE_ANSWER = "trainsession.whole"
+"""Extension of httpx requests whose answer is read as a whole, not streamed."""
 _FRAME = struct.Struct("<I")
 _GATEWAY_STATUS = frozenset({502, 503, 504})
 
@@ -74,7 +77,7 @@ class Transport:
         self._answered = False
         if connection is None and (uds is not None or url.hostname in ("127.0.0.1", "localhost", "::1")):
             # Given explicitly, so that a proxy of the environment is not asked for this machine.
-            connection = httpx.AsyncHTTPTransport(uds=uds, verify=False, limits=_LIMITS)
+            connection = httpx.AsyncHTTPTransport(uds=uds, verify=False, limits=LIMITS)
         self._client = httpx.AsyncClient(
             base_url=self.base_url,
             transport=connection,
@@ -87,7 +90,7 @@ class Transport:
             },
             # Loading the certificate store takes longer than everything else here.
             verify=url.scheme == "https",
-            limits=_LIMITS,
+            limits=LIMITS,
         )
 
     def __repr__(self) -> str:
@@ -133,6 +136,7 @@ class Transport:
                 params=_present(params),
                 headers={**headers, ATTEMPT_HEADER: str(attempt)},
                 timeout=_timeout(timeout),
+                extensions={WHOLE_ANSWER: True},
             )
             self._check(response.status_code, response.headers, response.content)
             return await _decode(response.headers, response.content)
@@ -272,7 +276,6 @@ class Transport:
         raise AssertionError("tenacity ends with a result or an exception")
 
 
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30)
 _backoff = tenacity.wait_random_exponential(multiplier=0.05, max=5)
 
 

@@ -15,6 +15,7 @@ from ..engine.api import EngineHost
 from ..errors import StorageError
 from ..server.auth import allow_all
 from ..server.guard import LOOPBACK_HOSTS
+from ..server.in_process import InProcess
 from ..server.running import Server, bind_unix
 from ..service.service import Service
 from .home import Location, new_socket_path, publish, withdraw
@@ -92,6 +93,12 @@ class ServiceThread:
         self._thread = threading.Thread(target=main, name="trainsession-service", daemon=True)
         self._thread.start()
         self.socket = ready.result()
+
+    @property
+    def in_process(self) -> InProcess:
+        """The way to the service for this process' own threads."""
+        assert self._server is not None
+        return self._server.in_process
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
