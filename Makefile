@@ -51,4 +51,4 @@ bench: $(READY) ## The figures of docs, each beside its peer in one run
 	@$(BIN)/python -m bench
 
 docs: $(READY) ## Build the documentation into site/, warnings are errors
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
