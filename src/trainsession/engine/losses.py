@@ -71,7 +71,8 @@ def _kept(batch: TokenBatch) -> torch.Tensor:
 
 
 def _rl_tokens(batch: TokenBatch) -> _RlTokens:
-    assert batch.sampler_logprobs_M is not None and batch.advantages_M is not None
+    assert batch.sampler_logprobs_M is not None
+    assert batch.advantages_M is not None
     keep, zero = _kept(batch), batch.logprobs_M.new_zeros(())
     logprobs = torch.where(keep, batch.logprobs_M, zero)
     return _RlTokens(

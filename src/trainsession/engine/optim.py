@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,13 +29,23 @@ class AdamState:
         )
 
 
-def _norm(tensors: list[torch.Tensor]) -> float:
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """What a step would make of one parameter, beside its present values."""
+
+    weight: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    change: torch.Tensor
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
     """Global L2 norm, summed in float64: finite whenever the elements are."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
     return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def _refuse_non_finite(what: str, tensors: list[torch.Tensor], adapter: Adapter) -> None:
+def _refuse_non_finite(what: str, tensors: Sequence[torch.Tensor], adapter: Adapter) -> None:
     names = [f"{name}.lora_{side}" for name in adapter.weights for side in "AB"]
     for name, tensor in zip(names, tensors, strict=True):
         if not bool(torch.isfinite(tensor).all()):
@@ -69,33 +80,32 @@ def optim_step(adapter: Adapter, state: AdamState, params: AdamParams) -> dict[s
     grad_norm = _norm(grads)
     if not math.isfinite(grad_norm):
         _refuse_non_finite("the gradient", grads, adapter)
-    if params.grad_clip_norm and grad_norm > params.grad_clip_norm:
-        grads = torch._foreach_mul(grads, params.grad_clip_norm / grad_norm)
+    clips = 0 < params.grad_clip_norm < grad_norm
+    factor = params.grad_clip_norm / grad_norm if clips else 1.0
 
     step = state.step + 1
-    # New values beside the old ones, so that a refusal leaves everything as it was.
-    exp_avg = torch._foreach_mul(state.exp_avg, params.beta1)
-    torch._foreach_add_(exp_avg, grads, alpha=1 - params.beta1)
-    exp_avg_sq = torch._foreach_mul(state.exp_avg_sq, params.beta2)
-    torch._foreach_addcmul_(exp_avg_sq, grads, grads, value=1 - params.beta2)
-    denominators = torch._foreach_div(exp_avg_sq, 1 - params.beta2**step)
-    torch._foreach_sqrt_(denominators)
-    torch._foreach_add_(denominators, params.eps)
-    updates = torch._foreach_div(exp_avg, 1 - params.beta1**step)
-    torch._foreach_div_(updates, denominators)
-    torch._foreach_add_(updates, parameters, alpha=params.weight_decay)
-    rates = [params.learning_rate, params.learning_rate * params.lora_plus_ratio] * len(adapter.weights)
-    torch._foreach_mul_(updates, rates)
-    weights = torch._foreach_sub(parameters, updates)
+    updates: list[_Update] = []
+    for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+        grad = grad * factor if clips else grad
+        exp_avg = state.exp_avg[index] * params.beta1 + grad * (1 - params.beta1)
+        exp_avg_sq = state.exp_avg_sq[index] * params.beta2 + grad * grad * (1 - params.beta2)
+        denominator = (exp_avg_sq / (1 - params.beta2**step)).sqrt_().add_(params.eps)
+        change = (exp_avg / (1 - params.beta1**step)).div_(denominator)
+        if params.weight_decay:
+            change += parameter * params.weight_decay
+        is_b = index % 2 == 1
+        change *= params.learning_rate * (params.lora_plus_ratio if is_b else 1.0)
+        updates.append(_Update(parameter - change, exp_avg, exp_avg_sq, change))
 
-    if not math.isfinite(_norm(exp_avg_sq)):
-        _refuse_non_finite("the square of the gradient", list(exp_avg_sq), adapter)
+    squares, weights = [update.exp_avg_sq for update in updates], [update.weight for update in updates]
+    if not math.isfinite(_norm(squares)):
+        _refuse_non_finite("the square of the gradient", squares, adapter)
     if not math.isfinite(_norm(weights)):
-        _refuse_non_finite("the new weight", list(weights), adapter)
+        _refuse_non_finite("the new weight", weights, adapter)
 
-    update_norm = _norm(updates)
-    torch._foreach_copy_(parameters, weights)
-    state.exp_avg, state.exp_avg_sq, state.step = list(exp_avg), list(exp_avg_sq), step
-    for parameter in parameters:
+    for parameter, update in zip(parameters, updates, strict=True):
+        parameter.copy_(update.weight)
         parameter.grad = None
-    return {"grad_norm": grad_norm, "update_norm": update_norm, "step": float(step)}
+    state.exp_avg, state.exp_avg_sq = [update.exp_avg for update in updates], squares
+    state.step = step
+    return {"grad_norm": grad_norm, "update_norm": _norm([update.change for update in updates]), "step": float(step)}

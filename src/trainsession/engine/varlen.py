@@ -77,13 +77,15 @@ class VarlenAttention:
         q_SHLD, k_SGLD, v_SGLD = (x.reshape(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD))
         if self.exact:
             q_SHLD, k_SGLD, v_SGLD = (x.clone(memory_format=torch.contiguous_format) for x in (q_SHLD, k_SGLD, v_SGLD))
-        slides = window is not None and window < length
+        mask_LL = None
+        if window is not None and window < length:
+            mask_LL = self._window_mask(length, window, q_THD.device)
         out_SHLD = functional.scaled_dot_product_attention(
             q_SHLD,
             k_SGLD,
             v_SGLD,
-            attn_mask=self._window_mask(length, window, q_THD.device) if slides else None,
-            is_causal=not slides,
+            attn_mask=mask_LL,
+            is_causal=mask_LL is None,
             scale=scale,
             enable_gqa=q_SHLD.shape[1] != k_SGLD.shape[1],
         )
