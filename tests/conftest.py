@@ -14,7 +14,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if TYPE_CHECKING:
     from trainsession.engine.engine import LocalEngine
-
     from trainsession.engine.model import LoadedModel
     from trainsession.engine.sampler.sampler import Sampler
     from trainsession.tokenization import Tokenizer
