@@ -120,7 +120,7 @@ def truncate(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> None:
     vocabulary = probs_RV.shape[-1]
     cut = [i for i, p in enumerate(params) if p.top_p < 1 or 0 < p.top_k < vocabulary]
     if cut:
-        probs_CV = _rows(probs_RV, cut)
+        probs_CV = probs_RV[cut]
         _keep_most_likely(
             probs_CV,
             top_k=[p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in (params[i] for i in cut)],
