@@ -10,10 +10,11 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trainsession.client.connection import Connection
 from trainsession.client.training import TrainingClient
@@ -22,6 +23,18 @@ from trainsession.types import SessionInfo
 from trainsession.wire import pack, unpack
 
 CONSUMING = (InvalidDatum,)
+
+
+def f32(values: Sequence[float]) -> npt.NDArray[np.float32]:
+    return np.array(values, np.float32)
+
+
+def i32(values: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def i64(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.array(values, np.int64)
 
 
 class FakeService:
@@ -166,7 +179,8 @@ class FakeService:
                     await asyncio.wait_for(self._changed.wait(), left)
                 except TimeoutError:
                     break
-            positions = {i: int(i[3:]) - self._next for i in body["wait"] if i not in self._results}
+            waiting = [i for i in body["wait"] if i not in self._results]
+            positions = {i: int(i[3:]) - self._next if i.startswith("op_") else 0 for i in waiting}
             return unpack(pack({"results": ready, "positions": positions}))
         finally:
             self.polls_now -= 1
@@ -193,10 +207,10 @@ class FakeService:
 
 
 def _samples(count: int, reason: str) -> dict[str, Any]:
-    one = {"tokens": np.int32([5, 6]), "logprobs": np.float32([-1, -2]), "stop_reason": reason, "text": "ab"}
+    one = {"tokens": i32([5, 6]), "logprobs": f32([-1, -2]), "stop_reason": reason, "text": "ab"}
     return {
         "sequences": [{**one, "topk": None} for _ in range(count)],
-        "prompt_logprobs": np.float32([np.nan, -0.5]) if not count else None,
+        "prompt_logprobs": f32([np.nan, -0.5]) if not count else None,
         "topk_prompt": None,
         "usage": {"prefill": 2, "sample": 2 * count},
     }
@@ -220,4 +234,3 @@ def _value(body: dict[str, Any]) -> Any:
     if body["kind"] == "backward":
         return {"usage": {"train": 3}}
     return {}
-

@@ -19,9 +19,7 @@ from trainsession.client.io_loop import io_loop
 from trainsession.client.training import TrainingClient
 
 
-def test_a_timeout_leaves_the_operation_running(
-    fake: FakeService, trainer: TrainingClient, batch: list[Datum]
-) -> None:
+def test_a_timeout_leaves_the_operation_running(fake: FakeService, trainer: TrainingClient, batch: list[Datum]) -> None:
     fake.hold = {"forward_backward"}
     future = trainer.forward_backward(batch)
     started = time.monotonic()
@@ -172,9 +170,7 @@ def test_ctrl_c_while_sampling_stops_the_samples(fake: FakeService, trainer: Tra
     assert [response.sequences[0].stop_reason for response in future.result(10)] == ["cancelled"] * 2
 
 
-def test_a_closed_client_fails_what_still_waits(
-    fake: FakeService, trainer: TrainingClient, batch: list[Datum]
-) -> None:
+def test_a_closed_client_fails_what_still_waits(fake: FakeService, trainer: TrainingClient, batch: list[Datum]) -> None:
     fake.hold = {"forward_backward"}
     future = trainer.forward_backward(batch)
     trainer._connection.close()

@@ -85,3 +85,16 @@ def test_a_key_that_was_revoked_says_so(fake: FakeService, trainer: TrainingClie
     with pytest.raises(AuthenticationFailed):
         trainer.zero_grad().result(10)
     trainer.zero_grad().result(10)
+
+
+def test_even_a_bug_in_the_transport_reaches_whoever_waits(
+    fake: FakeService, trainer: TrainingClient, batch: list[Datum]
+) -> None:
+    fake.break_poll = ValueError("not a trainsession error")  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="not a trainsession error"):
+        trainer.zero_grad().result(10)
+    fake.refuse[2] = [KeyError("operation_id")]  # type: ignore[list-item]
+    with pytest.raises(KeyError):
+        trainer.zero_grad().result(10)
+    trainer.zero_grad().result(10)
+    assert [seq for seq, _ in fake.ran] == [1, 2, 3]

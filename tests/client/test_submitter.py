@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
 import pytest
 
-from tests.client.fake import FakeService
+from tests.client.fake import FakeService, f32, i64
 from trainsession import (
     AdamParams,
     Cancelled,
@@ -78,7 +77,7 @@ def test_many_threads_get_different_numbers(fake: FakeService, trainer: Training
 
 def test_data_are_those_of_the_moment_of_the_call(fake: FakeService, trainer: TrainingClient) -> None:
     fake.submit_seconds = 0.05
-    weights, targets = np.float32([1, 1, 1]), np.int64([2, 3, 4])
+    weights, targets = f32([1, 1, 1]), i64([2, 3, 4])
     data = [Datum([1, 2, 3], {"target_tokens": targets, "weights": weights})]
     futures = [trainer.forward_backward(data) for _ in range(6)]
     weights[:] = 7
@@ -225,7 +224,7 @@ def test_an_exception_in_a_with_block_keeps_the_session(fake: FakeService, train
 def test_results_come_back_as_typed_values(fake: FakeService, trainer: TrainingClient, batch: list[Datum]) -> None:
     output = trainer.forward_backward(batch, "cross_entropy").result(10)
     assert output.metrics == {"loss:sum": 6.0}
-    assert output.logprobs == [TensorData(np.float32([-1.5, -1.5, -1.5]))]
+    assert output.logprobs == [TensorData(f32([-1.5, -1.5, -1.5]))]
     assert output.usage.train == 3
     assert trainer.optim_step().result(10).metrics["grad_norm"] == 1.0
     saved = trainer.save_weights_for_sampler("final", ttl_seconds=3600).result(10)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .submitter import Submitter
 
 _SAMPLE_SUBMITS = 16
+_CLOSED = "this ServiceClient was closed; what it submitted goes on, and attach() of a new one fetches the results"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Connection:
             return live
         with self._lock:
             if self._is_closed:
-                raise ConnectionFailed("this ServiceClient is closed; make a new one")
+                raise ConnectionFailed(_CLOSED)
             if self._live is None or self._live.pid != os.getpid():
                 transport = self._open_transport()
                 self._live = _Live(
@@ -136,7 +137,7 @@ class Connection:
 
 async def _close(live: _Live) -> None:
     try:
-        await live.poller.close()
+        await live.poller.close(_CLOSED)
     except ConnectionFailed:
         pass  # The service is gone: nobody is left to acknowledge results to.
     finally:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from ..errors import Cancelled, ConnectionFailed, TrainSessionError, from_wire
+from ..errors import Cancelled, ConnectionFailed, from_wire
 from ..limits import LIMITS
 
 POLL_SECONDS = 25.0
@@ -75,17 +75,13 @@ class ResultPoller:
         """Ask anew: something ended out of order."""
         self._changed.set()
 
-    async def close(self) -> None:
-        """Acknowledge what was delivered, and fail what still waits."""
+    async def close(self, why: str) -> None:
+        """Acknowledge what was delivered, and fail what still waits with this message."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
-        self._fail(
-            ConnectionFailed(
-                "this client was closed before the result arrived; the operation goes on, and attach() can fetch it"
-            )
-        )
+        self._fail(ConnectionFailed(why))
         if self._to_acknowledge:
             await self._ask([], list(itertools.islice(self._to_acknowledge, LIMITS.max_poll_ids)), 0.0)
             self._to_acknowledge.clear()
@@ -94,7 +90,7 @@ class ResultPoller:
         try:
             while self._waiting:
                 await self._poll()
-        except TrainSessionError as error:
+        except Exception as error:  # whatever it was, whoever waits must hear of it
             self._fail(error)
         finally:
             self._polled = frozenset()
@@ -135,7 +131,7 @@ class ResultPoller:
                 arrived.set_result(result)
             self._to_acknowledge[operation_id] = None
 
-    def _fail(self, error: TrainSessionError) -> None:
+    def _fail(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, {}
         for arrived in waiting.values():
             if not arrived.done():

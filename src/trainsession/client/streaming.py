@@ -33,23 +33,32 @@ class SampleDelta:
     stop_reason: StopReason | None = None
 
 
-class SampleStream:
-    """An iterator over `SampleDelta`, for ``for`` in scripts and notebooks and ``async for`` elsewhere.
+class _State:
+    """What the reading end knows; apart, so that a stream nobody holds any more is freed at once."""
 
-    Attributes:
-        usage: What was metered, once the stream has ended.
-    """
+    def __init__(self) -> None:
+        self.usage: Usage | None = None
+        self.is_over = False
+
+
+class SampleStream:
+    """An iterator over `SampleDelta`, for ``for`` in scripts and notebooks and ``async for`` elsewhere."""
 
     def __init__(self, connection: Connection, handle: Handle, submit: Callable[[], Awaitable[str]]) -> None:
-        self.usage: Usage | None = None
         self._connection = connection
         self._handle = handle
-        self._deltas = self._read(submit)
-        self._is_over = False
+        self._state = _State()
+        self._deltas = _read(connection, submit, self._state)
 
     @property
     def operation_id(self) -> str | None:
+        """The service's id of it; None before the first delta."""
         return self._handle.operation_id
+
+    @property
+    def usage(self) -> Usage | None:
+        """What was metered, once the stream has ended."""
+        return self._state.usage
 
     def __iter__(self) -> Self:
         return self
@@ -74,6 +83,7 @@ class SampleStream:
         self._connection.io.run(self._stop())
 
     async def aclose(self) -> None:
+        """`close` for coroutines."""
         await asyncio.wrap_future(self._connection.io.start(self._stop()))
 
     def __enter__(self) -> Self:
@@ -94,31 +104,34 @@ class SampleStream:
 
     def __del__(self) -> None:
         # A loop that was left early: nobody will read, so nobody should pay.
-        if not self._is_over and not self._connection.is_closed:
+        if not self._state.is_over and not self._connection.is_closed:
             self._connection.io.start(self._handle.cancel())
 
     async def _next(self) -> SampleDelta | None:
         return await anext(self._deltas, None)
 
     async def _stop(self) -> None:
-        if not self._is_over:
-            self._is_over = True
+        if not self._state.is_over:
+            self._state.is_over = True
             await self._handle.cancel()
         await self._deltas.aclose()
 
-    async def _read(self, submit: Callable[[], Awaitable[str]]) -> AsyncGenerator[SampleDelta, None]:
-        operation_id = await submit()
-        frames: AsyncIterator[dict[str, Any]] = self._connection.transport.stream(f"/v1/samples/{operation_id}/stream")
-        async for frame in frames:
-            if frame.get("done"):
-                self.usage = read(Usage, frame.get("usage") or {})
-                break
-            yield SampleDelta(
-                frame["index"],
-                list(frame["tokens"]),
-                list(frame["logprobs"]),
-                frame["text_delta"],
-                frame.get("stop_reason"),
-            )
-        self._is_over = True
-        self._connection.poller.acknowledge(operation_id)
+
+async def _read(
+    connection: Connection, submit: Callable[[], Awaitable[str]], state: _State
+) -> AsyncGenerator[SampleDelta, None]:
+    operation_id = await submit()
+    frames: AsyncIterator[dict[str, Any]] = connection.transport.stream(f"/v1/samples/{operation_id}/stream")
+    async for frame in frames:
+        if frame.get("done"):
+            state.usage = read(Usage, frame.get("usage") or {})
+            break
+        yield SampleDelta(
+            frame["index"],
+            list(frame["tokens"]),
+            list(frame["logprobs"]),
+            frame["text_delta"],
+            frame.get("stop_reason"),
+        )
+    state.is_over = True
+    connection.poller.acknowledge(operation_id)

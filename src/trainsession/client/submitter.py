@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 _IN_FLIGHT = 4
 """Submits on their way at a time: enough to hide a round trip, few enough to bound memory."""
-_NUMBER_CONSUMED = frozenset({400, 402, 409, 422})
-"""Statuses of refusals that the service logs under the number."""
+_NUMBER_CONSUMED = frozenset({400, 402, 404, 409, 422})
+"""Statuses of refusals that the service logs under the number, or whose session is gone."""
 _INTERRUPT_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
@@ -238,15 +238,15 @@ class Submitter:
         try:
             operation.operation_id = await self._post(operation.body)
             accepted.set_result(operation.operation_id)
-        except TrainSessionError as error:
+        except Exception as error:  # whatever it was, whoever waits must hear of it
             accepted.set_exception(error)
             await self._refused(operation, error)
         finally:
             operation.body = {}  # The arrays need not live as long as the future does.
             self._slots.release()
 
-    async def _refused(self, operation: PendingOperation, error: TrainSessionError) -> None:
-        if error.status in _NUMBER_CONSUMED or isinstance(error, NotFound):
+    async def _refused(self, operation: PendingOperation, error: Exception) -> None:
+        if isinstance(error, TrainSessionError) and error.status in _NUMBER_CONSUMED:
             return
         self._gaps.append(operation.seq)
         if not isinstance(error, ConnectionFailed):
