@@ -41,17 +41,22 @@ PIPELINE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Fsyncs:
-    """Counted since the service began; ``seconds`` is all the time spent in them."""
+class Spent:
+    """By the process of the service since it began: fsyncs, the seconds spent in them, CPU seconds."""
 
-    count: int
-    seconds: float
+    fsyncs: int
+    fsync_seconds: float
+    cpu_seconds: float
 
-    def __sub__(self, other: Fsyncs) -> Fsyncs:
-        return Fsyncs(self.count - other.count, self.seconds - other.seconds)
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(
+            self.fsyncs - other.fsyncs,
+            self.fsync_seconds - other.fsync_seconds,
+            self.cpu_seconds - other.cpu_seconds,
+        )
 
 
-class FsyncMeter:
+class ServiceMeter:
     """Counts what the service of this process makes durable; installs itself."""
 
     def __init__(self) -> None:
@@ -72,15 +77,16 @@ class FsyncMeter:
         os.fsync = timed_fsync
         Service.open = noted_open  # type: ignore[method-assign,assignment]
 
-    def read(self) -> Fsyncs:
+    def read(self) -> Spent:
         assert self._service is not None, "no service was opened"
         commits = self._service.store.database.stats
-        return Fsyncs(self._files + commits.commits, self._file_seconds + commits.seconds)
+        return Spent(self._files + commits.commits, self._file_seconds + commits.seconds, time.process_time())
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Milliseconds; ``fsync_ms`` and ``fsyncs`` are means per operation, ``ours`` is p50 without them."""
+    """Milliseconds. ``fsyncs``, ``fsync_ms`` and ``cpu_ms`` are means per operation; ``ours_ms`` is p50
+    less ``fsync_ms``. CPU time, of client and service together, is what a busy machine distorts least."""
 
     door: str
     what: str
@@ -89,17 +95,19 @@ class Row:
     fsyncs: float
     fsync_ms: float
     ours_ms: float
+    cpu_ms: float
     target_ms: float | None
 
     def __str__(self) -> str:
         target = "" if self.target_ms is None else f"  target {self.target_ms:g}"
         return (
             f"{self.door:9} {self.what:28} p50 {self.p50_ms:8.2f}  p95 {self.p95_ms:8.2f}  "
-            f"fsyncs {self.fsyncs:4.2f}  in fsync {self.fsync_ms:6.2f}  ours {self.ours_ms:7.2f} ms{target}"
+            f"fsyncs {self.fsyncs:4.2f}  in fsync {self.fsync_ms:6.2f}  ours {self.ours_ms:7.2f}  "
+            f"cpu {self.cpu_ms:7.2f} ms{target}"
         )
 
 
-def measure(door: str, client: ts.ServiceClient, fsyncs: Callable[[], Fsyncs], operations: int) -> Iterator[Row]:
+def measure(door: str, client: ts.ServiceClient, spent: Callable[[], Spent], operations: int) -> Iterator[Row]:
     target = 5.0 if door == "embedded" else 8.0
     small = [ts.Datum([1, 2, 3, 4], {"target_tokens": [2, 3, 4, 5]})]
     with client.create_lora_training_client(MODEL, rank=4, seed=0) as trainer:
@@ -116,10 +124,8 @@ def measure(door: str, client: ts.ServiceClient, fsyncs: Callable[[], Fsyncs], o
 
         for _ in range(5):
             step()
-        yield timed(door, "operation, sequential", step, operations // 2, 2, fsyncs, target)
-        yield timed(
-            door, f"operation, {PIPELINE} in flight", pipeline, max(4, operations // PIPELINE), PIPELINE, fsyncs
-        )
+        yield timed(door, "operation, sequential", step, operations // 2, 2, spent, target)
+        yield timed(door, f"operation, {PIPELINE} in flight", pipeline, max(4, operations // PIPELINE), PIPELINE, spent)
 
         batch = million_tokens()
         # The batch's own digest, validation and blob are part of what is timed.
@@ -129,7 +135,7 @@ def measure(door: str, client: ts.ServiceClient, fsyncs: Callable[[], Fsyncs], o
             lambda: trainer.forward_backward(batch, "importance_sampling").result(),
             5,
             1,
-            fsyncs,
+            spent,
             400.0,
         )
 
@@ -140,21 +146,22 @@ def timed(
     run: Callable[[], object],
     repeats: int,
     operations: int,
-    fsyncs: Callable[[], Fsyncs],
+    spent: Callable[[], Spent],
     target_ms: float | None = None,
 ) -> Row:
     """Run it some times; figures are per operation, of which each run makes ``operations``."""
-    before = fsyncs()
+    before, cpu = spent(), time.process_time()
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
         run()
         seconds.append((time.perf_counter() - started) / operations)
-    spent = fsyncs() - before
+    service, here = spent() - before, time.process_time() - cpu
     made = repeats * operations
     p50, p95 = (float(np.percentile(seconds, q)) * 1e3 for q in (50, 95))
-    fsync_ms = spent.seconds / made * 1e3
-    return Row(door, what, p50, p95, spent.count / made, fsync_ms, p50 - fsync_ms, target_ms)
+    fsync_ms = service.fsync_seconds / made * 1e3
+    cpu_ms = (here if door == "embedded" else here + service.cpu_seconds) / made * 1e3
+    return Row(door, what, p50, p95, service.fsyncs / made, fsync_ms, p50 - fsync_ms, cpu_ms, target_ms)
 
 
 def million_tokens() -> list[ts.Datum]:
@@ -191,7 +198,7 @@ def import_seconds() -> float:
 
 
 def embedded_rows(home: Path, operations: int) -> Iterator[Row]:
-    meter = FsyncMeter()
+    meter = ServiceMeter()
     os.environ["TRAINSESSION_HOME"] = str(home)
     service = open_embedded(home, open_host=NullHost)
     with ts.ServiceClient() as client:
@@ -208,19 +215,19 @@ def http_rows(home: Path, operations: int) -> Iterator[Row]:
         assert answers is not None
         url = answers.readline().strip()
 
-        def fsyncs() -> Fsyncs:
-            questions.write("fsyncs\n")
+        def spent() -> Spent:
+            questions.write("spent\n")
             questions.flush()
-            return Fsyncs(**json.loads(answers.readline()))
+            return Spent(**json.loads(answers.readline()))
 
         with ts.ServiceClient(url) as client:
-            yield from measure("http", client, fsyncs, operations)
+            yield from measure("http", client, spent, operations)
         questions.close()
 
 
 def serve(home: Path) -> None:
-    """The server process: its URL on stdout, then the fsyncs so far for every line on stdin."""
-    meter = FsyncMeter()
+    """The server process: its URL on stdout, then what it spent so far for every line on stdin."""
+    meter = ServiceMeter()
     run = prepare(home)
     assert HomeLock(run).acquire()
     listener = bind_tcp("127.0.0.1", 0)

@@ -47,8 +47,8 @@ def create_app(
     app.state.service = service
     app.state.authenticate = authenticate
     app.state.closing = closing
-    app.include_router(native.public)
     app.include_router(native.router)
+    app.include_router(native.public)
     for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Guard, hosts=hosts)

@@ -59,6 +59,97 @@ public = APIRouter(prefix="/v1", tags=["service"])
 router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)], responses=_ERRORS)
 
 
+# --- operations, samples, results: first, since routes are tried in order and these are the hot ones ---
+
+
+@router.post(
+    "/sessions/{session_id}/operations",
+    tags=["operations"],
+    response_model=schemas.OperationAccepted,
+    openapi_extra=_msgpack(schemas.OperationBody),
+)
+async def submit(session_id: str, request: Request, project: Project, service: ServiceOf) -> Response:
+    """Submit one operation; answered once it is durable."""
+    operation = OperationRequest.from_wire(await _msgpack_body(request))
+    operation_id, seq = await service.submit(project, session_id, operation)
+    return JSONResponse({"operation_id": operation_id, "seq": seq})
+
+
+@router.post("/operations/{operation_id}/cancel", tags=["operations"], response_model=schemas.Cancelled)
+async def cancel(operation_id: str, project: Project, service: ServiceOf) -> Response:
+    return JSONResponse({"cancelled": await service.cancel(project, operation_id)})
+
+
+@router.post(
+    "/samples",
+    tags=["operations"],
+    response_model=schemas.SamplesAccepted,
+    openapi_extra=_msgpack(schemas.SamplesBody),
+)
+async def submit_samples(request: Request, project: Project, service: ServiceOf) -> Response:
+    """Submit sampling requests, all or none; answered once they are durable."""
+    body = await _msgpack_body(request)
+    unknown = sorted(str(key) for key in body if key not in ("weights", "requests", "idempotency_key"))
+    weights, requests, key = body.get("weights"), body.get("requests"), body.get("idempotency_key", "")
+    if unknown or not isinstance(weights, dict) or not isinstance(requests, list) or not isinstance(key, str):
+        what = f", got {unknown[0]!r}" if unknown else ""
+        raise InvalidRequest(f"the body is {{weights: map, requests: list, idempotency_key?: string}}{what}")
+    items = [SampleRequest.from_wire(item) for item in requests]
+    ids = await service.submit_samples(project, weights, items, idempotency_key=key)
+    return JSONResponse({"operation_ids": ids})
+
+
+@router.post("/results", tags=["operations"], response_class=MsgpackResponse, response_model=schemas.ResultsBody)
+async def poll_results(body: schemas.PollBody, request: Request, project: Project, service: ServiceOf) -> Response:
+    """A long poll: answered when one of ``wait`` has ended, or after ``timeout`` seconds."""
+    poll = service.results(project, body.wait, body.ack, body.timeout)
+    results = await while_connected(request, poll) if body.timeout else await poll
+    return MsgpackResponse(
+        {"results": [result.to_wire() for result in results.results], "positions": results.positions}
+    )
+
+
+@router.get(
+    "/samples/{operation_id}/stream",
+    tags=["operations"],
+    response_class=StreamingResponse,
+    responses={200: {"content": {FRAMES_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def stream(
+    operation_id: str,
+    query: Annotated[schemas.StreamQuery, Query()],
+    request: Request,
+    project: Project,
+    service: ServiceOf,
+) -> Response:
+    """The tokens of a sample as they come, one msgpack frame an event."""
+    events = service.stream(project, operation_id, query.after)
+    # The first event decides whether this is an answer or an error with its own status.
+    first = await while_connected(request, anext(events, None))
+    return StreamingResponse(_frames(request, first, events), media_type=FRAMES_MEDIA_TYPE)
+
+
+async def _frames(
+    request: Request, event: dict[str, Any] | None, events: AsyncIterator[dict[str, Any]]
+) -> AsyncIterator[bytes]:
+    try:
+        while event is not None:
+            yield _frame(event)
+            event = await unless_closing(request, anext(events, None))
+    except ServiceUnavailable:
+        return  # no last frame: the client resumes where it is, here or at this service's successor
+    except Exception as error:
+        yield _frame({"error": error_body(error, request.state.request_id)[1]})
+
+
+def _frame(event: dict[str, Any]) -> bytes:
+    data = pack(event)
+    return _FRAME_LENGTH.pack(len(data)) + data
+
+
+# --- the service ----------------------------------------------------------------------------
+
+
 @public.get("/health", response_model=schemas.Health)
 async def health() -> Response:
     return JSONResponse({"status": "ok", "version": __version__})
@@ -148,94 +239,6 @@ async def log_metrics(session_id: str, request: Request, project: Project, servi
 @router.get("/sessions/{session_id}/log", tags=["sessions"], response_class=MsgpackResponse, response_model=schemas.Log)
 async def read_log(session_id: str, project: Project, service: ServiceOf) -> Response:
     return MsgpackResponse({"rows": await service.read_log(project, session_id)})
-
-
-# --- operations, samples, results -----------------------------------------------------------
-
-
-@router.post(
-    "/sessions/{session_id}/operations",
-    tags=["operations"],
-    response_model=schemas.OperationAccepted,
-    openapi_extra=_msgpack(schemas.OperationBody),
-)
-async def submit(session_id: str, request: Request, project: Project, service: ServiceOf) -> Response:
-    """Submit one operation; answered once it is durable."""
-    operation = OperationRequest.from_wire(await _msgpack_body(request))
-    operation_id, seq = await service.submit(project, session_id, operation)
-    return JSONResponse({"operation_id": operation_id, "seq": seq})
-
-
-@router.post("/operations/{operation_id}/cancel", tags=["operations"], response_model=schemas.Cancelled)
-async def cancel(operation_id: str, project: Project, service: ServiceOf) -> Response:
-    return JSONResponse({"cancelled": await service.cancel(project, operation_id)})
-
-
-@router.post(
-    "/samples",
-    tags=["operations"],
-    response_model=schemas.SamplesAccepted,
-    openapi_extra=_msgpack(schemas.SamplesBody),
-)
-async def submit_samples(request: Request, project: Project, service: ServiceOf) -> Response:
-    """Submit sampling requests, all or none; answered once they are durable."""
-    body = await _msgpack_body(request)
-    unknown = sorted(str(key) for key in body if key not in ("weights", "requests", "idempotency_key"))
-    weights, requests, key = body.get("weights"), body.get("requests"), body.get("idempotency_key", "")
-    if unknown or not isinstance(weights, dict) or not isinstance(requests, list) or not isinstance(key, str):
-        what = f", got {unknown[0]!r}" if unknown else ""
-        raise InvalidRequest(f"the body is {{weights: map, requests: list, idempotency_key?: string}}{what}")
-    items = [SampleRequest.from_wire(item) for item in requests]
-    ids = await service.submit_samples(project, weights, items, idempotency_key=key)
-    return JSONResponse({"operation_ids": ids})
-
-
-@router.post("/results", tags=["operations"], response_class=MsgpackResponse, response_model=schemas.ResultsBody)
-async def poll_results(body: schemas.PollBody, request: Request, project: Project, service: ServiceOf) -> Response:
-    """A long poll: answered when one of ``wait`` has ended, or after ``timeout`` seconds."""
-    poll = service.results(project, body.wait, body.ack, body.timeout)
-    results = await while_connected(request, poll) if body.timeout else await poll
-    return MsgpackResponse(
-        {"results": [result.to_wire() for result in results.results], "positions": results.positions}
-    )
-
-
-@router.get(
-    "/samples/{operation_id}/stream",
-    tags=["operations"],
-    response_class=StreamingResponse,
-    responses={200: {"content": {FRAMES_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
-)
-async def stream(
-    operation_id: str,
-    query: Annotated[schemas.StreamQuery, Query()],
-    request: Request,
-    project: Project,
-    service: ServiceOf,
-) -> Response:
-    """The tokens of a sample as they come, one msgpack frame an event."""
-    events = service.stream(project, operation_id, query.after)
-    # The first event decides whether this is an answer or an error with its own status.
-    first = await while_connected(request, anext(events, None))
-    return StreamingResponse(_frames(request, first, events), media_type=FRAMES_MEDIA_TYPE)
-
-
-async def _frames(
-    request: Request, event: dict[str, Any] | None, events: AsyncIterator[dict[str, Any]]
-) -> AsyncIterator[bytes]:
-    try:
-        while event is not None:
-            yield _frame(event)
-            event = await unless_closing(request, anext(events, None))
-    except ServiceUnavailable:
-        return  # no last frame: the client resumes where it is, here or at this service's successor
-    except Exception as error:
-        yield _frame({"error": error_body(error, request.state.request_id)[1]})
-
-
-def _frame(event: dict[str, Any]) -> bytes:
-    data = pack(event)
-    return _FRAME_LENGTH.pack(len(data)) + data
 
 
 # --- checkpoints, adapters, usage -----------------------------------------------------------
