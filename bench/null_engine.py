@@ -163,7 +163,7 @@ class NullEngine:
         self.snapshots[snapshot_id] = self.adapters[adapter_id].weight
 
     def capture_snapshot(self, snapshot_id: str) -> AdapterState:
-        return _state(self.info, LoraConfig(rank=1, seed=0), self.snapshots[snapshot_id])
+        return _state(self.info, LoraConfig(rank=1, seed=7), self.snapshots[snapshot_id])
 
     def add_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
         self.calls.append("add_snapshot")

@@ -46,6 +46,12 @@ class KeptForward:
     kept_at: float
 
 
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass(slots=True)
 class Session:
     """``next_run`` is the number that the engine runs next; ``pending`` holds it and later ones."""
@@ -83,8 +89,8 @@ class Session:
     snapshot_due: bool = False
     snapshot_task: asyncio.Task[None] | None = None
     replays_left: int = 0
-    replayed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the last operation of a replay was passed."""
+    replayed: asyncio.Event = field(default_factory=_set_event)
+    """Cleared while operations are run again after a restart."""
     used_at: float = field(default_factory=time.time)
 
     @property

@@ -282,8 +282,8 @@ class Sessions:
             session.replays_left += found.state == "done"
             if found.state == "queued":
                 self.expect(session, found.id, found.seq)
-        if not session.replays_left:
-            session.replayed.set()
+        if session.replays_left:
+            session.replayed.clear()
         self._live[session_id] = session
         self._lane_of(session.base_model).add(session)
         return session
