@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..errors import ResultTimeout
+from ..errors import ResultTimeout, TrainSessionError
 from .io_loop import IoLoop
 from .progress import Waiting
 
@@ -87,7 +87,7 @@ class OperationFuture(Generic[T]):
             TrainSessionError: what made the operation fail, of its own class.
         """
         self._wait(timeout)
-        return self._outcome.result()
+        return self._ended()
 
     async def result_async(self, timeout: float | None = None) -> T:
         """`result` for coroutines."""
@@ -96,7 +96,7 @@ class OperationFuture(Generic[T]):
                 await self._arrived()
         except TimeoutError:
             raise ResultTimeout(f"{self._name}: no result within {timeout:g} s; the operation goes on") from None
-        return self._outcome.result()
+        return self._ended()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
@@ -128,6 +128,13 @@ class OperationFuture(Generic[T]):
             raise
         if not self._outcome.done():
             raise ResultTimeout(f"{self._name}: no result within {timeout:g} s; the operation goes on")
+
+    def _ended(self) -> T:
+        error = self._outcome.exception()
+        if isinstance(error, TrainSessionError):
+            # Where it was found on the I/O loop says nothing to a caller, and would pile up.
+            raise error.with_traceback(None)
+        return self._outcome.result()
 
     async def _cancel(self) -> bool:
         return any([await handle.cancel() for handle in reversed(self._handles)])

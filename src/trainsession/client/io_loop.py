@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from ..errors import TrainSessionError
+
 T = TypeVar("T")
 
 
@@ -38,6 +40,8 @@ class IoLoop:
         future = self.start(coroutine)
         try:
             return future.result()
+        except TrainSessionError as error:
+            raise error.with_traceback(None)  # noqa: B904 - the same error, without the loop's frames
         except BaseException:
             future.cancel()
             raise

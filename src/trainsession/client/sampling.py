@@ -81,7 +81,7 @@ class SamplingClient:
 
     Attributes:
         base_model: The base model's name.
-        session_id: The session that the tokens are metered for.
+        session_id: The session that the tokens are metered for; None: that of the checkpoint.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SamplingClient:
         connection: Connection,
         weights: FrozenWeights,
         base_model: str,
-        session_id: str,
+        session_id: str | None,
         *,
         owns_session: bool = False,
     ) -> None:

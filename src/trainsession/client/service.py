@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ..errors import InvalidRequest
+from ..errors import CheckpointMismatch, InvalidRequest, NotFound
 from ..types import BaseModel, Checkpoint, LoraConfig, SaveWeightsResponse, SessionInfo, UsageReport
 from . import checkpoint_files
 from .answers import read, read_session, read_usage
@@ -191,18 +191,20 @@ class ServiceClient:
         Args:
             base_model: A name as in `list_base_models`; or
             path: ``ts://<session>/weights/<name>``, or ``ts://<session>/live`` for a session's newest
-                snapshot.
+                snapshot. Its tokens are metered for that session.
+
+        Raises:
+            UnknownModel: names those that exist.
+            NotFound: no such checkpoint.
+            CheckpointMismatch: a ``state`` checkpoint, which holds what training needs.
         """
         if (base_model is None) == (path is None):
             raise InvalidRequest("create_sampling_client: give base_model= or path=, one of the two")
-        body: dict[str, Any] = {"kind": "sampler"}
         if path is not None:
             check_path(path)
-            body["from_checkpoint"] = path
-        else:
-            body["base_model"] = _model_name(base_model)
-        session, _ = self._open_session(body)
-        weights = FrozenWeights(path=path) if path is not None else FrozenWeights(base_model=session.base_model)
+            return SamplingClient(self._connection, FrozenWeights(path=path), self._base_model_of(path), None)
+        session, _ = self._open_session({"kind": "sampler", "base_model": _model_name(base_model)})
+        weights = FrozenWeights(base_model=session.base_model)
         return SamplingClient(self._connection, weights, session.base_model, session.session_id, owns_session=True)
 
     # --- what the service holds -----------------------------------------------------------
@@ -323,6 +325,20 @@ class ServiceClient:
             }
         )
         return TrainingClient(self._connection, session, epoch, session.next_seq)
+
+    def _base_model_of(self, path: str) -> str:
+        session_id, _, name = path.removeprefix("ts://").partition("/")
+        if name == "live":
+            return read_session(self._connection.call("GET", f"/v1/sessions/{_session_id(session_id)}")).base_model
+        found = next((c for c in self.list_checkpoints(session_id) if c.path == path), None)
+        if found is None:
+            raise NotFound(f"there is no checkpoint {path} in this project", details={"path": path})
+        if found.kind != "weights":
+            raise CheckpointMismatch(
+                f"{path} is a state checkpoint; sample from one that save_weights_for_sampler made",
+                details={"path": path},
+            )
+        return found.base_model
 
     def _open_session(self, body: dict[str, Any]) -> tuple[SessionInfo, int]:
         answer = self._connection.call("POST", "/v1/sessions", json={**body, "idempotency_key": uuid.uuid4().hex})
