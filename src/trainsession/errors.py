@@ -268,12 +268,13 @@ def from_wire(body: dict[str, Any], status: int = 500) -> TrainSessionError:
     cls = next((c for c in tree if c.code == code), None)
     if cls is None:
         cls = next((c for c in tree if c.status == status), TrainSessionError)
+    details = body.get("details")
     return cls(
-        str(body.get("message", "")), details=body.get("details") or {}, request_id=body.get("request_id")
+        str(body.get("message", "")),
+        details=details if isinstance(details, dict) else {},
+        request_id=body.get("request_id"),
     )
 
 
-def _rebuild(
-    code: str, message: str, details: dict[str, Any], request_id: str | None
-) -> TrainSessionError:
+def _rebuild(code: str, message: str, details: dict[str, Any], request_id: str | None) -> TrainSessionError:
     return from_wire({"code": code, "message": message, "details": details, "request_id": request_id})

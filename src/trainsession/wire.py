@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import msgpack
@@ -36,7 +36,8 @@ COMPRESS_ABOVE = 1 << 20
 
 _DTYPES = {"int64": "<i8", "int32": "<i4", "float32": "<f4"}
 _TENSOR_KEYS = {"dtype", "shape", "bytes"}
-_MAX_ITEMS = 1 << 24
+_MAX_ITEMS = 1 << 17
+"""Of one list or map. The decoder reserves a list's memory from its header alone, at every depth."""
 
 
 def _pack_array(value: Any) -> Any:
@@ -67,9 +68,22 @@ def _unpack_map(value: dict[Any, Any]) -> Any:
     return np.frombuffer(data, dtype=kind).reshape(shape)
 
 
+def _refuse_extension(code: int, data: bytes) -> Any:
+    raise InvalidRequest(f"the body holds a msgpack extension (type {code}); none is known")
+
+
 def pack(body: Any) -> bytes:
-    """msgpack bytes of plain values, numpy arrays and `TensorData`."""
-    return msgpack.packb(body, default=_pack_array, use_bin_type=True)  # type: ignore[no-any-return]
+    """msgpack bytes of plain values, numpy arrays and `TensorData`.
+
+    Raises:
+        InvalidRequest: a value that cannot be sent, or an integer of more than 64 bits.
+    """
+    try:
+        return msgpack.packb(body, default=_pack_array, use_bin_type=True)  # type: ignore[no-any-return]
+    except (OverflowError, ValueError, TypeError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"the body cannot be sent: {error}") from None
 
 
 def unpack(data: bytes) -> Any:
@@ -84,10 +98,11 @@ def unpack(data: bytes) -> Any:
             object_hook=_unpack_map,
             raw=False,
             strict_map_key=False,
+            ext_hook=_refuse_extension,
             max_bin_len=len(data),
             max_str_len=len(data),
-            max_array_len=_MAX_ITEMS,
-            max_map_len=_MAX_ITEMS,
+            max_array_len=min(_MAX_ITEMS, len(data)),
+            max_map_len=min(_MAX_ITEMS, len(data)),
         )
     except InvalidRequest:
         raise
@@ -126,7 +141,11 @@ def datums_from_wire(body: Any) -> list[Datum]:
         raise InvalidRequest("data: expected a list of datums")
     data: list[Datum] = []
     for index, item in enumerate(body):
-        if not isinstance(item, Mapping) or set(item) != {"tokens", "inputs"} or not isinstance(item["inputs"], Mapping):
+        if (
+            not isinstance(item, Mapping)
+            or set(item) != {"tokens", "inputs"}
+            or not isinstance(item["inputs"], Mapping)
+        ):
             raise InvalidRequest(f"datum {index}: expected the keys tokens and inputs", details={"datum": index})
         try:
             data.append(Datum(ModelInput.from_ints(item["tokens"]), item["inputs"]))
@@ -141,7 +160,12 @@ def output_to_wire(output: ForwardBackwardOutput) -> dict[str, Any]:
 
 def output_from_wire(body: Mapping[str, Any]) -> ForwardBackwardOutput:
     outputs = [{key: TensorData(value) for key, value in item.items()} for item in body["outputs"]]
-    return ForwardBackwardOutput(outputs, dict(body["metrics"]), Usage(**body["usage"]))
+    return ForwardBackwardOutput(outputs, dict(body["metrics"]), _usage(body["usage"]))
+
+
+def _usage(body: Mapping[str, Any]) -> Usage:
+    """Kinds of tokens that this version does not know are ignored, as in every answer."""
+    return Usage(**{field.name: body[field.name] for field in fields(Usage) if field.name in body})
 
 
 def samples_to_wire(response: SampleResponse) -> dict[str, Any]:
@@ -172,9 +196,9 @@ def samples_from_wire(body: Mapping[str, Any]) -> SampleResponse:
             SampledSequence(s["tokens"], s["logprobs"], s["stop_reason"], s["text"], _topk_from_wire(s["topk"]))
             for s in body["sequences"]
         ],
-        prompt_logprobs=None if prompt is None else [None if math.isnan(lp) else lp for lp in prompt.tolist()],
+        prompt_logprobs=None if prompt is None else [None, *prompt.tolist()[1:]][: prompt.size],
         topk_prompt_logprobs=_topk_from_wire(body["topk_prompt"], first_is_none=True),
-        usage=Usage(**body["usage"]),
+        usage=_usage(body["usage"]),
     )
 
 

@@ -41,18 +41,31 @@ def as_tokens(value: Any, what: str = "tokens") -> npt.NDArray[np.int32]:
     """Token ids as a 1-D int32 array; anything that is not a whole number is refused."""
     if isinstance(value, ModelInput):
         return value.tokens
-    array = as_array(value)
+    try:
+        array = as_array(value)
+    except ValueError as error:
+        raise InvalidRequest(f"{what}: expected a flat sequence of token ids, got a ragged one ({error})") from None
     if array.size == 0:
         return np.zeros(0, dtype=np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequest(
-            f"{what}: expected a flat sequence of token ids (integers), "
-            f"got {array.dtype} of shape {array.shape}"
+            f"{what}: expected a flat sequence of token ids (integers), got {array.dtype} of shape {array.shape}"
         )
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > np.iinfo(np.int32).max:
         raise InvalidRequest(f"{what}: token id {low if low < 0 else high} is not a valid token id")
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _check_fits_int64(array: npt.NDArray[Any]) -> None:
+    """Raise where int64 would change a value: fractions, NaN, infinity, 2**63 and above."""
+    if array.dtype.kind == "f":
+        whole = np.isfinite(array) & (array == np.trunc(array)) & (np.abs(array) < 2.0**63)
+        if not whole.all():
+            first = array[~whole].flat[0]
+            raise InvalidRequest(f"TensorData: dtype int64 cannot hold {first}: expected whole numbers")
+    elif array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise InvalidRequest(f"TensorData: dtype int64 cannot hold {int(array.max())}")
 
 
 class TensorData:
@@ -83,9 +96,9 @@ class TensorData:
             dtype = "float32" if array.dtype.kind == "f" else "int64"
         if dtype not in ("int64", "float32"):
             raise InvalidRequest(f"TensorData: dtype must be 'int64' or 'float32', got {dtype!r}")
-        if dtype == "int64" and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
-            raise InvalidRequest("TensorData: dtype int64 would truncate fractional values")
-        array = np.ascontiguousarray(array, dtype=np.dtype(dtype))
+        if dtype == "int64":
+            _check_fits_int64(array)
+        array = np.asarray(array, dtype=np.dtype(dtype), order="C")
         if shape is not None:
             if int(np.prod(tuple(shape))) != array.size:
                 raise InvalidRequest(f"TensorData: {array.size} values do not fill shape {tuple(shape)}")
@@ -224,18 +237,14 @@ class Datum:
     loss_fn_inputs: dict[str, TensorData]
 
     def __init__(self, model_input: TokensLike, loss_fn_inputs: Mapping[str, TensorLike | float]) -> None:
-        self.model_input = (
-            model_input if isinstance(model_input, ModelInput) else ModelInput.from_ints(model_input)
-        )
+        self.model_input = model_input if isinstance(model_input, ModelInput) else ModelInput.from_ints(model_input)
         self.loss_fn_inputs = {}
         for key, value in loss_fn_inputs.items():
             dtype: DType = "int64" if key in INT_INPUTS else "float32"
             try:
                 self.loss_fn_inputs[key] = TensorData(value, dtype=dtype)
             except InvalidRequest as error:
-                raise InvalidDatum(
-                    f"loss_fn_inputs[{key!r}]: {error.message}", details={"key": key}
-                ) from None
+                raise InvalidDatum(f"loss_fn_inputs[{key!r}]: {error.message}", details={"key": key}) from None
 
     def __eq__(self, other: object) -> bool:
         return (

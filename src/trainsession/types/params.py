@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Self
+
+import numpy as np
 
 from ..errors import InvalidRequest
 from ..limits import LIMITS
@@ -18,14 +21,24 @@ def _check(condition: bool, message: str, key: str) -> None:
         raise InvalidRequest(message, details={"key": key})
 
 
-def _finite(name: str, value: float) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _finite(params: Any, name: str) -> None:
+    """Refuse what is no finite number; numpy's numbers become Python's."""
+    value = getattr(params, name)
+    ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     _check(ok, f"{name}: expected a finite number, got {value!r}", name)
+    object.__setattr__(params, name, float(value))
 
 
-def _integer(name: str, value: Any) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool)
+def _integer(params: Any, name: str) -> None:
+    value = getattr(params, name)
+    ok = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     _check(ok, f"{name}: expected an integer, got {value!r}", name)
+    object.__setattr__(params, name, int(value))
+
+
+def _boolean(params: Any, name: str) -> None:
+    value = getattr(params, name)
+    _check(isinstance(value, bool), f"{name}: expected True or False, got {value!r}", name)
 
 
 class WireParams:
@@ -38,8 +51,10 @@ class WireParams:
 
     @classmethod
     def from_wire(cls, body: Mapping[str, Any]) -> Self:
+        if not isinstance(body, Mapping):
+            raise InvalidRequest(f"{cls.__name__}: expected a map of its parameters, got {type(body).__name__}")
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-        unknown = sorted(set(body) - known)
+        unknown = sorted(set(body) - known, key=str)
         if unknown:
             raise InvalidRequest(
                 f"{cls.__name__}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}",
@@ -71,7 +86,7 @@ class AdamParams(WireParams):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _finite(field.name, getattr(self, field.name))
+            _finite(self, field.name)
         _check(self.learning_rate >= 0, f"learning_rate must be >= 0, got {self.learning_rate}", "learning_rate")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
@@ -79,7 +94,9 @@ class AdamParams(WireParams):
         _check(self.eps > 0, f"eps must be > 0, got {self.eps}", "eps")
         _check(self.weight_decay >= 0, f"weight_decay must be >= 0, got {self.weight_decay}", "weight_decay")
         _check(
-            self.grad_clip_norm >= 0, f"grad_clip_norm must be >= 0 (0 = off), got {self.grad_clip_norm}", "grad_clip_norm"
+            self.grad_clip_norm >= 0,
+            f"grad_clip_norm must be >= 0 (0 = off), got {self.grad_clip_norm}",
+            "grad_clip_norm",
         )
         _check(self.lora_plus_ratio > 0, f"lora_plus_ratio must be > 0, got {self.lora_plus_ratio}", "lora_plus_ratio")
 
@@ -100,20 +117,30 @@ class LoraConfig(WireParams):
     """Module name endings (``"q_proj"``) in place of the three flags; each must match a module."""
 
     def __post_init__(self) -> None:
-        _integer("rank", self.rank)
+        for name in ("train_attn", "train_mlp", "train_unembed"):
+            _boolean(self, name)
+        _integer(self, "rank")
         _check(self.rank >= 1, f"rank must be >= 1, got {self.rank}", "rank")
         LIMITS.check("max_rank", self.rank, "rank")
         if self.alpha is None:
             object.__setattr__(self, "alpha", 32.0)
-        _finite("alpha", self.scaled_alpha)
+        _finite(self, "alpha")
         _check(self.scaled_alpha > 0, f"alpha must be > 0, got {self.alpha}", "alpha")
         if self.seed is not None:
-            _integer("seed", self.seed)
+            _integer(self, "seed")
             _check(0 <= self.seed < 2**63, f"seed must be in [0, 2**63), got {self.seed}", "seed")
         if self.target_modules is not None:
-            _check(not isinstance(self.target_modules, str), "target_modules: expected a list of names, got one string", "target_modules")
-            object.__setattr__(self, "target_modules", tuple(self.target_modules))
-            _check(bool(self.target_modules), "target_modules is empty: nothing would train", "target_modules")
+            names = self.target_modules
+            are_names = not isinstance(names, (str, bytes, Mapping)) and isinstance(names, Iterable)
+            names = tuple(names) if are_names else ()
+            are_names = are_names and all(isinstance(name, str) and name for name in names)
+            _check(
+                are_names,
+                f"target_modules: expected a list of module names, got {self.target_modules!r}",
+                "target_modules",
+            )
+            object.__setattr__(self, "target_modules", names)
+            _check(bool(names), "target_modules is empty: nothing would train", "target_modules")
         elif not (self.train_attn or self.train_mlp or self.train_unembed):
             raise InvalidRequest("at least one of train_attn, train_mlp, train_unembed must be true")
 
@@ -162,38 +189,60 @@ class SamplingParams(WireParams):
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens)
+            _integer(self, "max_tokens")
             _check(self.max_tokens >= 1, f"max_tokens must be >= 1, got {self.max_tokens}", "max_tokens")
-        _integer("min_tokens", self.min_tokens)
+        _integer(self, "min_tokens")
         _check(self.min_tokens >= 0, f"min_tokens must be >= 0, got {self.min_tokens}", "min_tokens")
         if self.max_tokens is not None:
-            _check(self.min_tokens <= self.max_tokens, f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", "min_tokens")
+            _check(
+                self.min_tokens <= self.max_tokens,
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
+                "min_tokens",
+            )
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            _finite(name, getattr(self, name))
+            _finite(self, name)
         _check(self.temperature >= 0, f"temperature must be >= 0, got {self.temperature}", "temperature")
         _check(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}", "top_p")
         _check(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}", "min_p")
-        _check(self.repetition_penalty > 0, f"repetition_penalty must be > 0, got {self.repetition_penalty}", "repetition_penalty")
-        _integer("top_k", self.top_k)
+        _check(
+            self.repetition_penalty > 0,
+            f"repetition_penalty must be > 0, got {self.repetition_penalty}",
+            "repetition_penalty",
+        )
+        _integer(self, "top_k")
         _check(self.top_k == -1 or self.top_k >= 1, f"top_k must be -1 (all) or >= 1, got {self.top_k}", "top_k")
         if self.seed is not None:
-            _integer("seed", self.seed)
+            _integer(self, "seed")
             _check(0 <= self.seed < 2**62, f"seed must be in [0, 2**62), got {self.seed}", "seed")
         self._check_stop()
+        _boolean(self, "ignore_eos")
         if self.logit_bias is not None:
-            LIMITS.check("max_logit_bias", len(self.logit_bias), "logit_bias")
-            try:
-                bias = {int(token): float(value) for token, value in self.logit_bias.items()}
-            except (TypeError, ValueError):
-                raise InvalidRequest("logit_bias: expected a map of token id to number") from None
-            for token, value in bias.items():
-                _finite(f"logit_bias[{token}]", value)
-            object.__setattr__(self, "logit_bias", bias)
+            self._check_logit_bias(self.logit_bias)
+
+    def _check_logit_bias(self, given: Any) -> None:
+        _check(isinstance(given, Mapping), "logit_bias: expected a map of token id to number", "logit_bias")
+        LIMITS.check("max_logit_bias", len(given), "logit_bias")
+        bias: dict[int, float] = {}
+        for token, value in given.items():
+            # JSON has no integer keys: "7" is token 7.
+            is_id = (isinstance(token, (int, np.integer)) and int(token) >= 0) or (
+                isinstance(token, str) and token.isdecimal()
+            )
+            _check(is_id and not isinstance(token, bool), f"logit_bias: {token!r} is not a token id", "logit_bias")
+            ok = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+            _check(ok, f"logit_bias[{token}]: expected a finite number, got {value!r}", "logit_bias")
+            bias[int(token)] = float(value)
+        object.__setattr__(self, "logit_bias", bias)
 
     def _check_stop(self) -> None:
         if self.stop is None:
             return
-        stop = (self.stop,) if isinstance(self.stop, (str, int)) else tuple(self.stop)
+        given: Any = self.stop
+        if isinstance(given, (str, numbers.Integral)):
+            given = (given,)
+        listed = isinstance(given, Iterable) and not isinstance(given, (bytes, Mapping))
+        _check(listed, f"stop: expected strings or token ids, got {given!r}", "stop")
+        stop = tuple(int(entry) if isinstance(entry, np.integer) else entry for entry in given)
         LIMITS.check("max_stop_sequences", len(stop), "stop")
         for entry in stop:
             ok = isinstance(entry, (str, int)) and not isinstance(entry, bool)
