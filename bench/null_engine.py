@@ -23,7 +23,7 @@ from trainsession.types import AdamParams, BaseModel, LoraConfig
 
 MODEL = "null"
 VOCABULARY = 50_000
-CONTEXT = 4_096
+CONTEXT = 65_536
 
 
 @dataclass(slots=True)

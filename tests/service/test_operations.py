@@ -252,8 +252,8 @@ def test_a_custom_loss_is_two_numbers_and_one_charge(tmp_path: Path) -> None:
             await trainer.do("backward", params={"forward_seq": 5}, gradients=gradients)
             await value(service, await trainer.step(1.0))
             assert await trainer.weight() == 20.0
+            await trainer.do("forward_keep", data=[datum([2, 3])])
             with pytest.raises(InvalidDatum, match="shape"):
-                await trainer.do("forward_keep", data=[datum([2, 3])])
                 await trainer.do("backward", params={"forward_seq": 9}, gradients=[np.zeros(3, np.float32)])
             with pytest.raises(InvalidRequest, match="forward_keep"):
                 await trainer.do("backward", params={"forward_seq": 3}, gradients=gradients)

@@ -132,7 +132,7 @@ def test_bad_samples_are_refused_at_once_when_the_engine_is_known(tmp_path: Path
                 (prompt([1] * CONTEXT), PromptTooLong, f"context of {CONTEXT}"),
                 (prompt([1], max_tokens=CONTEXT), PromptTooLong, "max_tokens"),
                 (prompt([1], num_samples=1025), LimitExceeded, "max_num_samples"),
-                (prompt([1], num_samples=1024, max_tokens=5000), LimitExceeded, "max_sampled_tokens"),
+                (prompt([1], num_samples=1024, max_tokens=4000), LimitExceeded, "max_sampled_tokens"),
                 (prompt([1], topk_logprobs=129), LimitExceeded, "max_topk_logprobs"),
             ):
                 with pytest.raises(error, match=words):

@@ -147,27 +147,45 @@ class Database:
             if group:
                 self._transact(group)
                 _deliver(group)
+                with self._lazy_lock:  # nobody hears of their errors, so they are tried again
+                    self._lazy[:0] = [item for item in lazy if isinstance(item.error, StorageError)]
 
     def _transact(self, group: Sequence[_Write]) -> None:
         try:
             with self._writer.connect() as connection, connection.begin() as transaction:
                 for item in group:
-                    try:
-                        with connection.begin_nested():
-                            item.result = item.function(connection)
-                    except Exception as error:  # handed to whoever awaits this write
-                        item.error = _translate(error)
+                    _run_in_savepoint(connection, item)
                 started = time.perf_counter()
                 transaction.commit()
                 self.stats.seconds += time.perf_counter() - started
             self.stats.commits += 1
             self.stats.writes += len(group)
-        except exc.DBAPIError as error:
-            # The transaction is gone as a whole: SQLite rolls back on a full disk or an I/O error.
+        except (exc.DBAPIError, _TransactionLost) as error:
             self.stats.errors += 1
             self._writer.dispose()
-            for item in group:
-                item.error = _translate(error)
+            if len(group) > 1:  # only those that cannot be written shall fail
+                for item in group:
+                    self._transact([item])
+                return
+            cause = error.__cause__ if isinstance(error, _TransactionLost) else error
+            group[0].error = _translate(cause if isinstance(cause, Exception) else error)
+
+
+class _TransactionLost(Exception):
+    """SQLite gave up the whole transaction, as it does on a full disk or an I/O error."""
+
+
+def _run_in_savepoint(connection: sa.Connection, item: _Write) -> None:
+    connection.exec_driver_sql("SAVEPOINT item")
+    item.error = None
+    try:
+        item.result = item.function(connection)
+    except Exception as error:  # handed to whoever awaits this write
+        if not connection.connection.dbapi_connection.in_transaction:  # type: ignore[union-attr]
+            raise _TransactionLost from error
+        item.error = _translate(error)
+        connection.exec_driver_sql("ROLLBACK TO item")
+    connection.exec_driver_sql("RELEASE item")
 
 
 def connect(path: Path, begin: str = "BEGIN") -> sa.Engine:
