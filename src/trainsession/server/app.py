@@ -19,7 +19,7 @@ from .auth import Authenticate
 from .doors import native
 from .guard import Guard
 from .responses import error_response
-from .schemas import MSGPACK_REQUESTS
+from .schemas import DESCRIBED
 
 
 def create_app(
@@ -61,13 +61,14 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _describe_msgpack(app: FastAPI) -> None:
-    """Add the msgpack bodies' schemas to OpenAPI, where FastAPI sees only what it parses itself."""
+    """Add the schemas of msgpack bodies and errors to OpenAPI, where FastAPI sees only what it parses itself."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = describe()
         _, definitions = models_json_schema(
-            [(model, "validation") for model in MSGPACK_REQUESTS], ref_template="#/components/schemas/{model}"
+            [(model, "validation") for model in DESCRIBED],
+            ref_template="#/components/schemas/{model}",
         )
         document["components"]["schemas"].update(definitions["$defs"])
         return document

@@ -253,4 +253,14 @@ class SavedBody(Answer):
     size_bytes: int
 
 
-MSGPACK_REQUESTS: tuple[type[PydanticModel], ...] = (OperationBody, SamplesBody, AdapterBody, MetricsBody)
+DESCRIBED: tuple[type[PydanticModel], ...] = (
+    OperationBody,
+    SamplesBody,
+    AdapterBody,
+    MetricsBody,
+    TokenizerBundle,
+    Log,
+    ResultsBody,
+    ErrorBody,
+)
+"""Bodies that OpenAPI names and FastAPI does not see, as it neither reads nor writes them."""

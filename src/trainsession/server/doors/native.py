@@ -26,8 +26,11 @@ from ..waiting import unless_closing, while_connected
 FRAMES_MEDIA_TYPE = "application/vnd.trainsession.v1+msgpack-frames"
 """uint32 little-endian length, then that many bytes of msgpack; again and again."""
 _FRAME_LENGTH = struct.Struct("<I")
+_ERROR_SCHEMA = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
+# Errors are JSON on every route; FastAPI would give a "model" the media type of the route.
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": schemas.ErrorBody, "description": "A trainsession error."} for status in ("4XX", "5XX", 422)
+    status: {"content": {"application/json": _ERROR_SCHEMA}, "description": "A trainsession error."}
+    for status in ("4XX", "5XX", 422)
 }
 
 
@@ -36,6 +39,13 @@ def _msgpack(body: type[PydanticModel], *, json_too: bool = False) -> dict[str, 
     schema = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
     content = {MEDIA_TYPE: schema, **({"application/json": schema} if json_too else {})}
     return {"requestBody": {"required": True, "content": content}}
+
+
+def _answers(body: type[PydanticModel], others: dict[int | str, Any] | None = None) -> dict[str, Any]:
+    """A route's msgpack answer in OpenAPI, where FastAPI would call it a string."""
+    schema = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
+    success = {"description": "Successful Response", "content": {MEDIA_TYPE: schema}}
+    return {"response_class": Response, "responses": {200: success, **(others or {})}}
 
 
 async def _service(request: Request) -> Service:
@@ -99,7 +109,7 @@ async def submit_samples(request: Request, project: Project, service: ServiceOf)
     return JSONResponse({"operation_ids": ids})
 
 
-@router.post("/results", tags=["operations"], response_class=MsgpackResponse, response_model=schemas.ResultsBody)
+@router.post("/results", tags=["operations"], **_answers(schemas.ResultsBody))
 async def poll_results(body: schemas.PollBody, request: Request, project: Project, service: ServiceOf) -> Response:
     """A long poll: answered when one of ``wait`` has ended, or after ``timeout`` seconds."""
     poll = service.results(project, body.wait, body.ack, body.timeout)
@@ -171,8 +181,7 @@ async def list_models(service: ServiceOf) -> Response:
 @router.get(
     "/models/{name:path}/tokenizer",
     tags=["models"],
-    response_class=MsgpackResponse,
-    response_model=schemas.TokenizerBundle,
+    **_answers(schemas.TokenizerBundle, {304: {"description": "The client has this bundle."}}),
 )
 async def tokenizer(name: str, request: Request, service: ServiceOf) -> Response:
     """The tokenizer's files and chat template; ``ETag`` is their content hash."""
@@ -236,7 +245,7 @@ async def log_metrics(session_id: str, request: Request, project: Project, servi
     return JSONResponse({})
 
 
-@router.get("/sessions/{session_id}/log", tags=["sessions"], response_class=MsgpackResponse, response_model=schemas.Log)
+@router.get("/sessions/{session_id}/log", tags=["sessions"], **_answers(schemas.Log))
 async def read_log(session_id: str, project: Project, service: ServiceOf) -> Response:
     return MsgpackResponse({"rows": await service.read_log(project, session_id)})
 
