@@ -91,7 +91,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
         def evaluate(step: int) -> Accuracy:
             sampler = trainer.save_weights_and_get_sampling_client()
             found = accuracy(sampler, test, reward, max_tokens=config.max_tokens, stop=["\n"], seed=config.seed)
-            run.log("held-out", step, greedy=found.greedy.value, sampled=found.sampled.value)
+            run.log("held-out", step, {"greedy": found.greedy.value, "sampled": found.sampled.value})
             return found
 
         before = evaluate(0)
@@ -121,7 +121,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
                 update = trainer.optim_step(ts.AdamParams(learning_rate=config.learning_rate))
                 metrics = {**backward.result().metrics, **update.result().metrics}
             curve.append(sum(rewards) / len(rewards))
-            run.log("train", step, reward=curve[-1], datums=len(datums), **metrics)
+            run.log("train", step, {"reward": curve[-1], "datums": len(datums), **metrics})
 
         after = evaluate(config.steps)
         saved = trainer.save_weights_for_sampler("final").result()

@@ -33,7 +33,7 @@ class Config(BaseConfig):
     steps: int = option(20, "GRPO steps")
     prompts: int = option(96, "questions in a GRPO step")
     group_size: int = option(16, "samples of a question")
-    max_tokens: int = option(160, "tokens of a sampled answer (evaluation: 200)")
+    max_tokens: int = option(200, "tokens of an answer")
     learning_rate: float = option(2e-4, "of GRPO")
     divide_by_std: bool = option(False, "divide advantages by the group's standard deviation, as GRPO does")
     sft_steps: int = option(350, "steps of the warm start; 350 of 64 are three epochs")
@@ -57,7 +57,8 @@ def warm_start(
         loss = trainer.forward_backward(scaled(datums, "weights", 1 / weight_sum(datums)), "cross_entropy")
         rate = config.sft_learning_rate * cosine(step, config.sft_steps, warmup=min(20, config.sft_steps // 5))
         update = trainer.optim_step(ts.AdamParams(learning_rate=rate, grad_clip_norm=1.0))
-        run.log("sft", step + 1, nll=loss.result().metrics["loss:sum"], grad_norm=update.result().metrics["grad_norm"])
+        nll, norm = loss.result().metrics["loss:sum"], update.result().metrics["grad_norm"]
+        run.log("sft", step + 1, {"nll": nll, "learning_rate": rate, "grad_norm": norm})
 
 
 def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
@@ -75,8 +76,8 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
 
         def evaluate(phase: str) -> Accuracy:
             sampler = trainer.save_weights_and_get_sampling_client()
-            found = accuracy(sampler, [q.problem for q in test], reward, max_tokens=200, seed=config.seed)
-            run.log(phase, 0, greedy=found.greedy.value, sampled=found.sampled.value)
+            found = accuracy(sampler, [q.problem for q in test], reward, max_tokens=config.max_tokens, seed=config.seed)
+            run.log(phase, 0, {"greedy": found.greedy.value, "sampled": found.sampled.value})
             return found
 
         base = evaluate("test, base")
@@ -111,7 +112,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
                 update = trainer.optim_step(ts.AdamParams(learning_rate=config.learning_rate, grad_clip_norm=1.0))
                 metrics = {**backward.result().metrics, **update.result().metrics}
             curve.append(sum(rewards) / len(rewards))
-            run.log("grpo", step, reward=curve[-1], mixed_groups=mixed / len(batch), **metrics)
+            run.log("grpo", step, {"reward": curve[-1], "mixed_groups": mixed / len(batch), **metrics})
 
         after = evaluate("test, after GRPO")
         saved = trainer.save_weights_for_sampler("final").result()

@@ -66,7 +66,7 @@ def main(config: Config) -> tuple[float, float]:
 
         def evaluate(step: int) -> float:
             nll = mean_nll(trainer, test)
-            run.log("held-out", step, nll=nll)
+            run.log("held-out", step, {"nll": nll})
             return nll
 
         before = evaluate(0)
@@ -83,7 +83,7 @@ def main(config: Config) -> tuple[float, float]:
             update = trainer.optim_step(ts.AdamParams(learning_rate=rate, grad_clip_norm=1.0))
             metrics = {**loss.result().metrics, **update.result().metrics}
             curve.append(metrics["loss:sum"])
-            run.log("train", step + 1, nll=curve[-1], learning_rate=rate, grad_norm=metrics["grad_norm"])
+            run.log("train", step + 1, {"nll": curve[-1], "learning_rate": rate, "grad_norm": metrics["grad_norm"]})
 
         after = evaluate(config.steps)
         saved = trainer.save_weights_for_sampler("final").result()

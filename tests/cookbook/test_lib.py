@@ -68,8 +68,8 @@ def test_an_error_of_the_caller_is_one_line(tmp_path: Path):
 def test_run_writes_settings_metrics_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "run"
     run = Run("recipe", Config(seed=5, out=str(out)))
-    run.log("train", 1, reward=0.25)
-    run.log("train", 2, reward=float("nan"))
+    run.log("train", 1, {"reward": 0.25, "step": 7})
+    run.log("train", 2, {"reward": float("nan")})
     usage = ts.UsageReport(
         ts.Usage(prefill=1_000_000, sample=2_000_000, train=500_000, cost=0.85),
         {},
@@ -92,7 +92,7 @@ def test_run_writes_settings_metrics_and_summary(tmp_path: Path, capsys: pytest.
 
 def test_a_run_never_overwrites_another(tmp_path: Path):
     config = Config(out=str(tmp_path))
-    Run("recipe", config).log("train", 1, reward=1.0)
+    Run("recipe", config).log("train", 1, {"reward": 1.0})
     with pytest.raises(UsageError, match="another --out"):
         Run("recipe", config)
 
