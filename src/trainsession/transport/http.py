@@ -77,7 +77,7 @@ class Transport:
         self._answered = False
         if connection is None and (uds is not None or url.hostname in ("127.0.0.1", "localhost", "::1")):
             # Given explicitly, so that a proxy of the environment is not asked for this machine.
-            connection = httpx.AsyncHTTPTransport(uds=uds, verify=False, limits=LIMITS)
+            connection = httpx.AsyncHTTPTransport(uds=uds, verify=url.scheme == "https", limits=LIMITS)
         self._client = httpx.AsyncClient(
             base_url=self.base_url,
             transport=connection,
@@ -128,16 +128,17 @@ class Transport:
                 headers["Content-Encoding"] = "zstd"
 
         async def once(attempt: int) -> Any:
-            response = await self._client.request(
+            # Built here and not by the client, which would parse the URL three times.
+            request = httpx.Request(
                 method,
-                path,
+                self.base_url + path,
                 json=json,
                 content=content,
                 params=_present(params),
-                headers={**headers, ATTEMPT_HEADER: str(attempt)},
-                timeout=_timeout(timeout),
-                extensions={WHOLE_ANSWER: True},
+                headers={**self._client.headers, **headers, ATTEMPT_HEADER: str(attempt)},
+                extensions={"timeout": _timeout(timeout).as_dict(), WHOLE_ANSWER: True},
             )
+            response = await self._client.send(request)
             self._check(response.status_code, response.headers, response.content)
             return await _decode(response.headers, response.content)
 
