@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -136,8 +139,27 @@ def test_row_products_are_the_same_bits_for_any_number_of_rows(rows: int, offset
     before=st.integers(0, 900),
     width=st.sampled_from([40, 64, 96, 1536]),
     activation=st.sampled_from([nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")]),
+    threads=st.sampled_from([1, 3, 7]),
 )
-def test_activations_are_the_same_bits_anywhere(rows: int, before: int, width: int, activation: nn.Module) -> None:
+def test_activations_are_the_same_bits_anywhere(
+    rows: int, before: int, width: int, activation: nn.Module, threads: int
+) -> None:
+    # Threads that don't divide the elements into whole vectors.
+    with _threads(threads):
+        _check_activation(rows, before, width, activation)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _check_activation(rows: int, before: int, width: int, activation: nn.Module) -> None:
     exact = ExactActivation(activation)
     x = 3 * _random(rows, width, seed=rows)
     crowd = torch.cat([_random(before, width, seed=1), x, _random(3, width, seed=2)]).requires_grad_()

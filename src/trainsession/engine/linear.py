@@ -26,8 +26,9 @@ LinearGroup = Literal["attn", "mlp", "unembed", "other"]
 
 _ALIGNMENT = 64
 """Bytes; where BLAS starts reading may decide which of its kernels runs."""
-_SERIAL_ELEMENTS = 511 * 64
-"""Below ATen's grain size of 32,768 elements, and a multiple of every CPU vector's length."""
+_SERIAL_ELEMENTS = 255 * 64
+"""Below the size from which ATen shares a loop among threads (32,768 elements; 16,384 for GELU), and
+a multiple of every CPU vector's length."""
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
