@@ -169,7 +169,7 @@ def test_damaged_bodies_unpack_or_are_refused(array: np.ndarray, cut: int, flip:
 
 
 def test_a_nest_of_headers_reserves_no_memory() -> None:
-    """Each five bytes claim a list of 2**24; a decoder that believes them takes gigabytes."""
+    """Each five bytes claim a long list; a decoder that believed them would take gigabytes."""
     script = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"

@@ -37,7 +37,7 @@ COMPRESS_ABOVE = 1 << 20
 _DTYPES = {"int64": "<i8", "int32": "<i4", "float32": "<f4"}
 _TENSOR_KEYS = {"dtype", "shape", "bytes"}
 _MAX_ITEMS = 1 << 17
-"""Of one list or map. The decoder reserves a list's memory from its header alone, at every depth."""
+"""Of one list or map: bounds what a header alone can make a decoder reserve."""
 
 
 def _pack_array(value: Any) -> Any:
