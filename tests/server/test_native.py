@@ -242,3 +242,13 @@ def test_conflict_classes_share_a_status_and_keep_their_code(http: httpx.Client,
     service.raises = IncompleteGradients()
     answer = http.get("/v1/models")
     assert (answer.status_code, answer.json()["code"]) == (409, "incomplete_gradients")
+
+
+def test_small_answers_are_not_held_back(http: httpx.Client) -> None:
+    """Nagle's algorithm with delayed ACKs would make each take 40 ms and more."""
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        assert http.post("/v1/results", json={"wait": ["op_ready"]}).status_code == 200
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds[5:]) < 0.03
