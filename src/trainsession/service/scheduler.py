@@ -15,7 +15,6 @@ from dataclasses import dataclass
 MAX_MERGED_TOKENS = 32_768
 """Tokens of a pass that several sessions share; one operation alone may have more."""
 MAX_SHORT_IN_A_ROW = 8
-SHORT_COST = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,28 @@ class VirtualTime:
         self._served[key] += cost
 
 
+class FairQueue:
+    """Ranks ready operations: first by what their project was served, then by what their session was."""
+
+    def __init__(self) -> None:
+        self._projects = VirtualTime()
+        self._sessions = VirtualTime()
+
+    def enter(self, ready: Sequence[Ready]) -> None:
+        self._projects.enter(item.project for item in ready)
+        self._sessions.enter(item.session for item in ready)
+
+    def first(self, ready: Sequence[Ready]) -> Ready:
+        return min(
+            ready, key=lambda item: (self._projects.of(item.project), self._sessions.of(item.session), item.session)
+        )
+
+    def serve(self, item: Ready) -> None:
+        cost = max(1, item.tokens)
+        self._projects.serve(item.project, cost)
+        self._sessions.serve(item.session, cost)
+
+
 class Scheduler:
     """Chooses among the sessions of one base model.
 
@@ -61,43 +82,36 @@ class Scheduler:
 
     def __init__(self, max_merged_tokens: int = MAX_MERGED_TOKENS) -> None:
         self._max_merged_tokens = max_merged_tokens
-        self._projects = VirtualTime()
-        self._sessions = VirtualTime()
+        # Two queues: what a project is served in steps must not count against its passes.
+        self._short = FairQueue()
+        self._passes = FairQueue()
         self._short_in_a_row = 0
 
     def pick(self, ready: Sequence[Ready]) -> list[Ready]:
         """The operations to run together now: one, or several mergeable ones; [] if none is ready."""
-        if not ready:
-            return []
-        self._projects.enter(item.project for item in ready)
-        self._sessions.enter(item.session for item in ready)
         short = [item for item in ready if not item.tokens]
-        long = [item for item in ready if item.tokens]
-        if short and (not long or self._short_in_a_row < MAX_SHORT_IN_A_ROW):
+        passes = [item for item in ready if item.tokens]
+        if short and (not passes or self._short_in_a_row < MAX_SHORT_IN_A_ROW):
             self._short_in_a_row += 1
-            first = min(short, key=self._rank)
-            self._serve(first, SHORT_COST)
-            return [first]
+            self._short.enter(short)
+            item = self._short.first(short)
+            self._short.serve(item)
+            return [item]
         self._short_in_a_row = 0
-        picked = [min(long, key=self._rank)]
-        self._serve(picked[0], picked[0].tokens)
-        if picked[0].mergeable:
-            self._fill(picked, [item for item in long if item.mergeable and item is not picked[0]])
+        return self._pick_passes(passes)
+
+    def _pick_passes(self, passes: list[Ready]) -> list[Ready]:
+        picked: list[Ready] = []
+        room = self._max_merged_tokens
+        self._passes.enter(passes)
+        while passes and (not picked or picked[0].mergeable):
+            item = self._passes.first(passes)
+            if picked and not (item.mergeable and item.tokens <= room):
+                # Nobody of its project overtakes it, or it might never be first.
+                passes = [other for other in passes if other.project != item.project]
+                continue
+            self._passes.serve(item)
+            picked.append(item)
+            passes.remove(item)
+            room -= item.tokens
         return picked
-
-    def _fill(self, picked: list[Ready], others: list[Ready]) -> None:
-        room = self._max_merged_tokens - picked[0].tokens
-        while others:
-            item = min(others, key=self._rank)
-            others.remove(item)
-            if item.tokens <= room:
-                room -= item.tokens
-                picked.append(item)
-                self._serve(item, item.tokens)
-
-    def _rank(self, item: Ready) -> tuple[int, int, str]:
-        return (self._projects.of(item.project), self._sessions.of(item.session), item.session)
-
-    def _serve(self, item: Ready, cost: int) -> None:
-        self._projects.serve(item.project, cost)
-        self._sessions.serve(item.session, cost)

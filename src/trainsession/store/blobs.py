@@ -59,12 +59,9 @@ class LocalBlobs:
                 self._fsync(descriptor)
             finally:
                 os.close(descriptor)
-            os.link(aside, self._root / name)
-            aside.unlink()
-            self._fsync_directory()
+            self._publish(aside, name)
         except OSError as error:
             aside.unlink(missing_ok=True)
-            (self._root / name).unlink(missing_ok=True)
             raise _storage_error("cannot store a blob", error) from error
         return Blob(name, hashlib.sha256(data).hexdigest(), len(data))
 
@@ -77,11 +74,8 @@ class LocalBlobs:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 self._fsync(file.fileno())
                 size = os.fstat(file.fileno()).st_size
-            os.link(path, self._root / name)
-            path.unlink()
-            self._fsync_directory()
+            self._publish(path, name)
         except OSError as error:
-            (self._root / name).unlink(missing_ok=True)
             raise _storage_error("cannot store a file", error) from error
         return Blob(name, digest, size)
 
@@ -121,6 +115,16 @@ class LocalBlobs:
             for entry in entries:
                 if entry.stat().st_mtime < limit:
                     yield entry.name
+
+    def _publish(self, source: Path, name: str) -> None:
+        """Give a synced file its name, unless the name is taken."""
+        os.link(source, self._root / name)
+        try:
+            self._fsync_directory()
+        except OSError:
+            (self._root / name).unlink()
+            raise
+        source.unlink()
 
     def _fsync(self, descriptor: int) -> None:
         os.fsync(descriptor)

@@ -1,0 +1,75 @@
+"""The price table, and that a change of it never rewrites the past."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.null_engine import NullHost
+from tests.service.driver import PROJECT, Trainer, run, value
+from trainsession.errors import InvalidRequest, NotFound
+from trainsession.service.prices import EXAMPLE_PRICES, PriceTable, cost_of
+from trainsession.service.service import Service
+
+TABLE = """
+currency = "EUR"
+[default]
+train = 2.0
+[models.null]
+train = 1000
+prefill = 0.000001
+"""
+
+
+def test_a_models_row_stands_on_the_default_row(tmp_path: Path) -> None:
+    path = tmp_path / "prices.toml"
+    path.write_text(TABLE)
+    table = PriceTable.load(path)
+    assert table.currency == "EUR"
+    assert table.shown({"null", "x"}) == {
+        "null": {"prefill": 1e-6, "prefill_cached": 0.0, "sample": 0.0, "train": 1000.0},
+        "x": {"prefill": 0.0, "prefill_cached": 0.0, "sample": 0.0, "train": 2.0},
+    }
+    assert table.priced("null", {"train": 3}).cost == 0.003
+
+
+@pytest.mark.parametrize("row", ["trian = 1", "train = -1", 'train = "1"', "train = true", "train = inf"])
+def test_a_wrong_price_is_named(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "prices.toml"
+    path.write_text(f"[default]\n{row}\n")
+    with pytest.raises(InvalidRequest, match="tr"):
+        PriceTable.load(path)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9)), max_size=30))
+def test_the_sum_of_the_parts_is_the_total_for_any_grouping(parts: list[tuple[int, int]]) -> None:
+    products = [tokens * price for tokens, price in parts]
+    assert cost_of(sum(products[::2]) + sum(products[1::2])) == cost_of(sum(products))
+    assert PriceTable.load(EXAMPLE_PRICES).currency == "USD"
+
+
+def test_a_new_price_applies_from_then_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        prices = tmp_path / "prices.toml"
+        prices.write_text(TABLE)
+        service = await Service.open(tmp_path / "home", NullHost(), prices=prices)
+        trainer = await Trainer.create(service)
+        assert (await value(service, await trainer.train([1, 2])))["usage"]["cost"] == 0.002
+        await service.close()
+        prices.write_text(TABLE.replace("1000", "5000"))
+        service = await Service.open(tmp_path / "home", NullHost(), prices=prices)
+        again = await Trainer.attach(service, trainer.id)
+        await value(service, await again.train([1]))
+        report = await service.usage(PROJECT)
+        assert (report.total.train, report.total.cost) == (3, 0.007)
+        assert report.by_session == {trainer.id: report.total}
+        assert report.wall_seconds > report.busy_seconds >= 0
+        assert report.idle_seconds == report.wall_seconds - report.busy_seconds
+        with pytest.raises(NotFound):
+            await service.usage("other", trainer.id)
+        await service.close()
+
+    run(test())

@@ -1,0 +1,166 @@
+"""The writer, the blobs and the migrations, on real files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import stat
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy.exc import IntegrityError
+
+from trainsession.errors import IncompatibleVersion, StorageError
+from trainsession.store.blobs import LocalBlobs
+from trainsession.store.database import Database, connect
+from trainsession.store.schema import SCHEMA_VERSION, meta, metadata
+from trainsession.store.store import INLINE_BYTES, Store
+from trainsession.store.upgrade import prepare, schema_of
+
+
+def put(key: str, value: str = "x") -> sa.Insert:
+    return sa.insert(meta).values(key=key, value=value)
+
+
+def keys(connection: sa.Connection) -> set[str]:
+    return set(connection.execute(sa.select(meta.c.key).where(meta.c.key != "written_by")).scalars())
+
+
+def test_migrations_build_exactly_the_schema(tmp_path: Path) -> None:
+    prepare(tmp_path / "service.db")
+    engine = connect(tmp_path / "service.db")
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, metadata) == []
+        assert context.get_current_revision() == SCHEMA_VERSION
+    engine.dispose()
+
+
+def test_a_newer_database_is_refused_with_the_version_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "service.db"
+    prepare(path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("UPDATE meta SET value = '42.0' WHERE key = 'written_by'")
+    with pytest.raises(IncompatibleVersion, match=r"trainsession>=42\.0"):
+        Store(tmp_path)
+    assert schema_of(path) == "9999"
+
+
+def test_an_older_database_is_copied_before_it_is_upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "service.db"
+    prepare(path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("INSERT INTO meta VALUES ('kept', 'value')")
+    upgraded: list[Path] = []
+    monkeypatch.setattr("trainsession.store.upgrade.SCHEMA_VERSION", "0002")
+    monkeypatch.setattr("trainsession.store.upgrade.migrate", upgraded.append)
+    prepare(path)
+    assert upgraded == [path]
+    copy = tmp_path / "service.db.before-0002"
+    with closing(sqlite3.connect(copy)) as connection:
+        assert connection.execute("SELECT value FROM meta WHERE key = 'kept'").fetchone() == ("value",)
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+
+
+def test_writes_are_grouped_and_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        database = Database.open(tmp_path / "service.db")
+
+        def half(connection: sa.Connection) -> None:
+            connection.execute(put("half"))
+            raise ValueError("on purpose")
+
+        writes = [database.write(lambda c, n=n: c.execute(put(str(n)))) for n in range(50)]
+        outcomes = await asyncio.gather(*writes, database.write(half), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes if isinstance(outcome, Exception)] == [ValueError]
+        assert await database.read(keys) == {str(n) for n in range(50)}
+        assert database.stats.writes == 51
+        assert database.stats.commits < 51
+        with pytest.raises(IntegrityError):
+            await database.write(lambda c: c.execute(put("1")))
+        await database.close()
+
+    asyncio.run(test())
+
+
+def test_a_lazy_write_needs_no_commit_of_its_own_and_is_not_forgotten(tmp_path: Path) -> None:
+    async def test() -> None:
+        database = Database.open(tmp_path / "service.db")
+        database.write_lazily(lambda c: c.execute(put("lazy")))
+        assert database.stats.commits == 0
+        await database.write(lambda c: c.execute(put("now")))
+        assert await database.read(keys) == {"lazy", "now"}
+        assert database.stats.commits == 1
+        database.write_lazily(lambda c: c.execute(put("last")))
+        await database.close()
+        database = Database.open(tmp_path / "service.db")
+        assert await database.read(keys) == {"lazy", "now", "last"}
+        await database.close()
+
+    asyncio.run(test())
+
+
+def test_the_settings_that_durability_rests_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        database = Database.open(tmp_path / "service.db")
+
+        def pragmas(connection: sa.Connection) -> list[object]:
+            names = ("journal_mode", "synchronous", "foreign_keys")
+            return [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names]
+
+        assert await database.write(pragmas) == ["wal", 2, 1]
+        assert stat.S_IMODE((tmp_path / "service.db").stat().st_mode) == 0o600
+        await database.close()
+
+    asyncio.run(test())
+
+
+def test_blobs_are_private_checked_and_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs = LocalBlobs(tmp_path / "blobs")
+    blob = blobs.put("body", b"some bytes")
+    path = tmp_path / "blobs" / blob.name
+    assert blobs.get(blob.name, blob.sha256) == b"some bytes"
+    assert blobs.path(blob.name, blob.sha256) == path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "blobs").stat().st_mode) == 0o700
+    assert blobs.fsyncs == 2
+    monkeypatch.setattr("trainsession.store.blobs.secrets.token_hex", lambda _: blob.name.removeprefix("body-"))
+    with pytest.raises(StorageError):
+        blobs.put("body", b"other bytes")
+    assert blobs.get(blob.name, blob.sha256) == b"some bytes"
+    path.write_bytes(b"some bytez")
+    with pytest.raises(StorageError, match="corrupt"):
+        blobs.get(blob.name, blob.sha256)
+    blobs.delete(blob.name)
+    with pytest.raises(StorageError):
+        blobs.get(blob.name, blob.sha256)
+
+
+def test_what_a_killed_process_left_aside_is_removed(tmp_path: Path) -> None:
+    root = tmp_path / "blobs"
+    blob = LocalBlobs(root).put("body", b"kept")
+    (root / ".tmp-body-half").write_bytes(b"half")
+    LocalBlobs(root)
+    assert os.listdir(root) == [blob.name]
+
+
+def test_small_bytes_stay_in_their_row_and_large_ones_become_blobs(tmp_path: Path) -> None:
+    async def test() -> None:
+        store = Store(tmp_path)
+        small, large = (
+            await store.keep("body", b"x" * INLINE_BYTES),
+            await store.keep("body", b"x" * (INLINE_BYTES + 1)),
+        )
+        assert (small.blob, large.inline) == (None, None)
+        assert await store.load(small) == b"x" * INLINE_BYTES
+        assert await store.load(large) == b"x" * (INLINE_BYTES + 1)
+        assert store.fsyncs == 2
+        await store.close()
+
+    asyncio.run(test())
