@@ -7,81 +7,29 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import sqlalchemy as sa
 
 from .. import wire
-from ..engine.api import EngineHandle, EngineInfo, SampleEvent, SampleItem
-from ..errors import Cancelled, NotFound, PromptTooLong, StorageError, TrainSessionError
+from ..engine.api import EngineHandle, SampleEvent
+from ..errors import Cancelled, NotFound, StorageError, TrainSessionError
 from ..limits import LIMITS
 from ..store.schema import operations
 from ..store.store import Store
-from ..types import SampledSequence, SampleResponse, Usage
-from .bodies import check_ids
-from .ids import new_id, new_seed
-from .lane import Lane
+from .ids import new_id
 from .log import SAMPLE, Ending, OperationLog
 from .metering import Meter
 from .outcomes import Outcomes
 from .requests import OperationResult, SampleRequest
+from .sample_run import SampleRun, fit, item_of, pack_sample, position_of, unpack_sample, with_seed
 from .settings import Settings
 from .weights import WeightsResolver, WeightsSource
 
 logger = logging.getLogger(__name__)
 _REMEMBERED = 256
 """Finished samples whose stream can be replayed from memory."""
-
-
-@dataclass(slots=True)
-class SampleRun:
-    """One accepted request: its events so far, and those who watch."""
-
-    id: str
-    project: str
-    payer: str
-    request: SampleRequest
-    lane: Lane
-    frames: list[dict[str, Any]] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: bool = False
-    handle: EngineHandle | None = None
-    """Set while the engine draws."""
-    cancelled: bool = False
-    tokens: list[list[int]] = field(default_factory=list)
-    logprobs: list[list[float]] = field(default_factory=list)
-    topk: list[list[list[tuple[int, float]]]] = field(default_factory=list)
-    reasons: list[Any] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        n = self.request.num_samples
-        self.tokens, self.logprobs, self.topk = ([[] for _ in range(n)] for _ in range(3))
-        self.reasons, self.texts = [None] * n, [""] * n
-
-    def frame(self, frame: dict[str, Any]) -> None:
-        self.frames.append(frame)
-        self.changed.set()
-
-    def response(self, end: SampleEvent, usage: Usage) -> SampleResponse:
-        with_topk = self.request.topk_logprobs > 0
-        return SampleResponse(
-            sequences=[
-                SampledSequence(
-                    np.array(self.tokens[index], np.int32),
-                    np.array(self.logprobs[index], np.float32),
-                    self.reasons[index] or "cancelled",
-                    self.texts[index],
-                    self.topk[index] if with_topk else None,
-                )
-                for index in range(self.request.num_samples)
-            ],
-            prompt_logprobs=end.prompt_logprobs,
-            topk_prompt_logprobs=end.topk_prompt_logprobs,
-            usage=usage,
-        )
 
 
 class Samples:
@@ -120,13 +68,13 @@ class Samples:
             try:
                 request.check()
                 if info is not None:
-                    _fit(info, request)
+                    fit(info, request)
             except TrainSessionError as error:
                 details = {"request": index, **error.details}
                 raise type(error)(f"request {index}: {error.message}", details=details) from None
         # The caller's own seed is part of what a retry must repeat; one that we draw is not.
-        bodies = [_pack(request, weights) for request in requests]
-        seeded = [_with_seed(request) for request in requests]
+        bodies = [pack_sample(request, weights) for request in requests]
+        seeded = [with_seed(request) for request in requests]
         rows: list[dict[str, Any]] = []
         for index, (request, body) in enumerate(zip(seeded, bodies, strict=True)):
             stored = await self._store.keep("body", body)
@@ -164,13 +112,13 @@ class Samples:
         query = sa.select(*columns).where(operations.c.kind == SAMPLE, operations.c.state == "queued")
         for row in await self._store.read(lambda connection: connection.execute(query).all()):
             source = self._resolver.from_row(row.project, row.weights)
-            request = _with_seed(_unpack(await self._log.body(row.id)), row.weights["seed"])
+            request = with_seed(unpack_sample(await self._log.body(row.id)), row.weights["seed"])
             self._start(source, [SampleRun(row.id, row.project, row.session_id or "", request, source.lane)])
 
     def _start(self, source: WeightsSource, runs: Sequence[SampleRun]) -> None:
         for run in runs:
             self._runs[run.id] = run
-            self._outcomes.expect(run.project, run.id, _position(run))
+            self._outcomes.expect(run.project, run.id, position_of(run))
         if runs:
             self._spawn(self._feed(source, runs))
 
@@ -189,14 +137,14 @@ class Samples:
                 release()
                 continue
             try:
-                request = _fit(handle.info, run.request)
+                request = fit(handle.info, run.request)
             except TrainSessionError as error:
                 release()
                 self._spawn(self._fail(run, error))
                 continue
             run.handle = handle
             self._meter.enter(handle, run.project, run.payer)
-            handle.sample(_item(run, request, weights.key), self._listener(run, handle, release))
+            handle.sample(item_of(run, request, weights.key), self._listener(run, handle, release))
 
     def _releaser(self, run: SampleRun, handle: EngineHandle, release: Callable[[], None]) -> Callable[[], None]:
         def once() -> None:
@@ -350,62 +298,3 @@ class Samples:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _fit(info: EngineInfo, request: SampleRequest) -> SampleRequest:
-    """The request with ``max_tokens`` filled in.
-
-    Raises:
-        InvalidDatum: a token outside the vocabulary. PromptTooLong: it does not fit the context.
-    """
-    check_ids(info, request.prompt, "prompt", {"key": "prompt"})
-    room = info.context_length - int(request.prompt.size)
-    wanted = request.params.max_tokens
-    needed = 0 if request.num_samples == 0 else (wanted or 1)
-    if room < needed:
-        asked = f" and max_tokens={wanted}" if wanted and request.num_samples else ""
-        raise PromptTooLong(
-            f"prompt: {request.prompt.size} tokens{asked} do not fit the context of {info.context_length} "
-            f"({info.base_model})",
-            details={"key": "prompt", "bound": info.context_length, "value": int(request.prompt.size) + needed},
-        )
-    if wanted is None:
-        filled = replace(request, params=replace(request.params, max_tokens=max(room, 1)))
-        filled.check()
-        return filled
-    return request
-
-
-def _item(run: SampleRun, request: SampleRequest, weights: str | None) -> SampleItem:
-    return SampleItem(
-        request_id=run.id,
-        prompt=request.prompt,
-        num_samples=request.num_samples,
-        params=request.params,
-        weights=weights,
-        prompt_logprobs=request.prompt_logprobs,
-        topk_prompt_logprobs=request.topk_prompt_logprobs,
-        topk_logprobs=request.topk_logprobs,
-        cache_salt=run.project,
-    )
-
-
-def _with_seed(request: SampleRequest, seed: int | None = None) -> SampleRequest:
-    if request.params.seed is not None:
-        return request
-    return replace(request, params=replace(request.params, seed=new_seed() if seed is None else seed))
-
-
-def _pack(request: SampleRequest, weights: Mapping[str, Any]) -> bytes:
-    fields = {name: getattr(request, name) for name in SampleRequest.__dataclass_fields__}
-    return wire.pack({**fields, "params": request.params.to_wire(), "weights": dict(weights)})
-
-
-def _unpack(data: bytes) -> SampleRequest:
-    body = wire.unpack(data)
-    del body["weights"]
-    return SampleRequest.from_wire(body)
-
-
-def _position(run: SampleRun) -> Callable[[], int]:
-    return lambda: 0 if run.handle is not None else 1

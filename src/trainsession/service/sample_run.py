@@ -1,0 +1,127 @@
+"""One accepted sample request: what is logged of it, what the engine gets, what it has drawn so far."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .. import wire
+from ..engine.api import EngineHandle, EngineInfo, SampleEvent, SampleItem
+from ..errors import PromptTooLong
+from ..types import SampledSequence, SampleResponse, Usage
+from .bodies import check_ids
+from .ids import new_seed
+from .lane import Lane
+from .requests import SampleRequest
+
+
+@dataclass(slots=True)
+class SampleRun:
+    """One accepted request: its events so far, and those who watch."""
+
+    id: str
+    project: str
+    payer: str
+    request: SampleRequest
+    lane: Lane
+    frames: list[dict[str, Any]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+    handle: EngineHandle | None = None
+    """Set while the engine draws."""
+    cancelled: bool = False
+    tokens: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    topk: list[list[list[tuple[int, float]]]] = field(default_factory=list)
+    reasons: list[Any] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        n = self.request.num_samples
+        self.tokens, self.logprobs, self.topk = ([[] for _ in range(n)] for _ in range(3))
+        self.reasons, self.texts = [None] * n, [""] * n
+
+    def frame(self, frame: dict[str, Any]) -> None:
+        self.frames.append(frame)
+        self.changed.set()
+
+    def response(self, end: SampleEvent, usage: Usage) -> SampleResponse:
+        with_topk = self.request.topk_logprobs > 0
+        return SampleResponse(
+            sequences=[
+                SampledSequence(
+                    np.array(self.tokens[index], np.int32),
+                    np.array(self.logprobs[index], np.float32),
+                    self.reasons[index] or "cancelled",
+                    self.texts[index],
+                    self.topk[index] if with_topk else None,
+                )
+                for index in range(self.request.num_samples)
+            ],
+            prompt_logprobs=end.prompt_logprobs,
+            topk_prompt_logprobs=end.topk_prompt_logprobs,
+            usage=usage,
+        )
+
+
+def fit(info: EngineInfo, request: SampleRequest) -> SampleRequest:
+    """The request with ``max_tokens`` filled in.
+
+    Raises:
+        InvalidDatum: a token outside the vocabulary. PromptTooLong: it does not fit the context.
+    """
+    check_ids(info, request.prompt, "prompt", {"key": "prompt"})
+    room = info.context_length - int(request.prompt.size)
+    wanted = request.params.max_tokens
+    needed = 0 if request.num_samples == 0 else (wanted or 1)
+    if room < needed:
+        asked = f" and max_tokens={wanted}" if wanted and request.num_samples else ""
+        raise PromptTooLong(
+            f"prompt: {request.prompt.size} tokens{asked} do not fit the context of {info.context_length} "
+            f"({info.base_model})",
+            details={"key": "prompt", "bound": info.context_length, "value": int(request.prompt.size) + needed},
+        )
+    if wanted is None:
+        filled = replace(request, params=replace(request.params, max_tokens=max(room, 1)))
+        filled.check()
+        return filled
+    return request
+
+
+def item_of(run: SampleRun, request: SampleRequest, weights: str | None) -> SampleItem:
+    return SampleItem(
+        request_id=run.id,
+        prompt=request.prompt,
+        num_samples=request.num_samples,
+        params=request.params,
+        weights=weights,
+        prompt_logprobs=request.prompt_logprobs,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_logprobs=request.topk_logprobs,
+        cache_salt=run.project,
+    )
+
+
+def with_seed(request: SampleRequest, seed: int | None = None) -> SampleRequest:
+    if request.params.seed is not None:
+        return request
+    return replace(request, params=replace(request.params, seed=new_seed() if seed is None else seed))
+
+
+def pack_sample(request: SampleRequest, weights: Mapping[str, Any]) -> bytes:
+    fields = {name: getattr(request, name) for name in SampleRequest.__dataclass_fields__}
+    return wire.pack({**fields, "params": request.params.to_wire(), "weights": dict(weights)})
+
+
+def unpack_sample(data: bytes) -> SampleRequest:
+    body = wire.unpack(data)
+    del body["weights"]
+    return SampleRequest.from_wire(body)
+
+
+def position_of(run: SampleRun) -> Callable[[], int]:
+    return lambda: 0 if run.handle is not None else 1
