@@ -223,7 +223,7 @@ def _value(body: dict[str, Any]) -> Any:
         return {
             "outputs": [{"logprobs": values} for values in logprobs],
             "metrics": {"loss:sum": float(sum(datum["tokens"].sum() for datum in body["data"]))},
-            "usage": {"train": tokens},
+            "usage": {"train" if body["kind"] == "forward_backward" else "prefill": tokens},
         }
     if body["kind"] == "optim_step":
         return {"metrics": {"grad_norm": 1.0, "step": 1.0}}
@@ -232,5 +232,6 @@ def _value(body: dict[str, Any]) -> Any:
     if body["kind"] == "load_state":
         return {"path": body["params"]["path"]}
     if body["kind"] == "backward":
-        return {"usage": {"train": 3}}
+        tokens = sum(gradient.size for gradient in body["gradients"])
+        return {"usage": {"train": tokens, "prefill": -tokens}}
     return {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.client.fake import FakeService, f32
-from trainsession import Cancelled, Datum, InvalidDatum, InvalidRequest, NonFinite
+from trainsession import Cancelled, Datum, InvalidDatum, InvalidRequest, NonFinite, Usage
 from trainsession.client.custom_loss import evaluate
 from trainsession.client.training import TrainingClient
 
@@ -66,7 +66,7 @@ def test_both_numbers_are_taken_at_once_and_the_gradients_are_sent(
         np.testing.assert_array_equal(sent, gradient)
     assert output.metrics["loss:sum"] == pytest.approx(expected[0])
     assert output.metrics["margin:mean"] == pytest.approx(-1.5)
-    assert output.usage.train == 3, "the backward commits what the forward computed"
+    assert output.usage == Usage(train=5), "the backward turns what the forward cost into training"
 
 
 def test_an_exception_of_the_function_is_the_futures_and_the_queue_goes_on(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .submitter import Submitter
 
 _SAMPLE_SUBMITS = 16
+_FIRST_USE_SECONDS = 1_800.0
+"""A model may have to be downloaded or converted before its tokenizer can be handed out."""
 _CLOSED = "this ServiceClient was closed; what it submitted goes on, and attach() of a new one fetches the results"
 
 
@@ -101,7 +103,8 @@ class Connection:
         if known is None:
             from ..tokenization import Tokenizer
 
-            bundle = self.call("GET", f"/v1/models/{quote(base_model, safe='')}/tokenizer")
+            path = f"/v1/models/{quote(base_model, safe='')}/tokenizer"
+            bundle = self.call("GET", path, timeout=_FIRST_USE_SECONDS)
             known = self._tokenizers[base_model] = Tokenizer.from_files(bundle["files"])
         return known
 
@@ -122,10 +125,9 @@ class Connection:
         with self._lock:
             if self._is_closed:
                 return
-        if self._live is not None and self._live.pid == os.getpid():
+        if self._live is None or self._live.pid == os.getpid():
             for submitter in list(self._submitters):
-                submitter.finish_saving()
-                self.io.run(submitter.drained())
+                submitter.finish()
         with self._lock:
             live, self._is_closed = self._live, True
         try:

@@ -61,7 +61,8 @@ async def forward_backward(
     if not backward.is_cancelled:
         backward.body |= {"params": {"forward_seq": forward.seq}, "gradients": gradients}
     value = await submitter.outcome(backward)
-    usage = read(Usage, value.get("usage") or {})
+    # The forward was charged as one; the backward turns that into training.
+    usage = output.usage + read(Usage, value.get("usage") or {})
     return ForwardBackwardOutput(output.loss_fn_outputs, {**output.metrics, **metrics, "loss:sum": loss}, usage)
 
 
@@ -99,7 +100,7 @@ def evaluate(
             raise NonFinite(
                 f"datum {index}: the gradient of the custom loss holds NaN or inf", details={"datum": index}
             )
-    return float(loss.item()), {str(name): float(value) for name, value in metrics.items()}, arrays
+    return float(loss.item()), {str(name): _number(value) for name, value in metrics.items()}, arrays
 
 
 def copied(data: Sequence[Datum]) -> list[Datum]:
@@ -140,3 +141,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def _shown(value: Any) -> str:
     shape = getattr(value, "shape", None)
     return type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if hasattr(value, "detach") else value)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import queue
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..errors import ResultTimeout, TrainSessionError
+from ..errors import ConnectionFailed, ResultTimeout, TrainSessionError
 from .io_loop import IoLoop
 from .progress import Waiting
 
@@ -45,6 +46,7 @@ class OperationFuture(Generic[T]):
         self._interrupt = interrupt
         self._outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._waiting = Waiting(name)
+        self._pid = os.getpid()
 
     def _start(self, work: Coroutine[Any, Any, T]) -> OperationFuture[T]:
         self._outcome = self._io.start(work)
@@ -121,6 +123,10 @@ class OperationFuture(Generic[T]):
     def _wait(self, timeout: float | None) -> None:
         if not self._outcome.done():
             self._io.refuse_to_block()
+            if self._pid != os.getpid():
+                raise ConnectionFailed(
+                    f"{self._name} was called before a fork, so its result arrives in the parent process only"
+                )
         try:
             self._waiting.until_done(self._outcome, timeout)
         except KeyboardInterrupt:

@@ -38,6 +38,7 @@ _IN_FLIGHT = 4
 _NUMBER_CONSUMED = frozenset({400, 402, 404, 409, 422})
 """Statuses of refusals that the service logs under the number, or whose session is gone."""
 _INTERRUPT_SECONDS = 5.0
+_FINISHED_BEFORE_CLOSING = frozenset({"save_state", "save_weights", "export", "forward_backward_custom", "log"})
 
 _log = logging.getLogger(__name__)
 
@@ -193,16 +194,20 @@ class Submitter:
         with self._lock:
             return list(self._running)
 
-    def finish_saving(self) -> None:
-        """Wait for checkpoints under way, well or not, so that the end of a script does not lose them."""
-        saves = [future for future in self.running() if future.name.startswith(("save_", "export"))]
-        with Progress(f"saving {len(saves)} checkpoints", len(saves), "checkpoint") as bar:
-            for future in saves:
+    def finish(self) -> None:
+        """Wait until every call has reached the service and what can't go on alone has ended.
+
+        Checkpoints are waited for, so that the end of a script does not lose them; so are custom
+        losses, whose function runs here.
+        """
+        left = [future for future in self.running() if future.name in _FINISHED_BEFORE_CLOSING]
+        with Progress("finishing", len(left), "operation") as bar:
+            for future in left:
                 concurrent.futures.wait([future._outcome])
                 bar.add(1)
+        self.connection.io.run(self._drained())
 
-    async def drained(self) -> None:
-        """Return when nothing is left to send."""
+    async def _drained(self) -> None:
         while self._pump is not None or self._sending:
             await asyncio.wait([task for task in (self._pump, *self._sending) if task is not None])
 
