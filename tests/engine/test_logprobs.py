@@ -109,9 +109,7 @@ def test_segments_of_both_kinds_keep_their_order(loaded: LoadModel) -> None:
     )
 
 
-def test_softcapped_logits_take_the_models_own_path(
-    loaded: LoadModel, make_tiny_model: Callable[..., object]
-) -> None:
+def test_softcapped_logits_take_the_models_own_path(loaded: LoadModel, make_tiny_model: Callable[..., object]) -> None:
     from trainsession.engine.model import load_model
 
     path = make_tiny_model("Gemma2Config", final_logit_softcapping=2.0, attn_logit_softcapping=None)
@@ -134,9 +132,7 @@ def test_confident_predictions_keep_their_small_gradient(loaded: LoadModel) -> N
     h_TE = (weight[1:21] / weight[1:21].norm(dim=1, keepdim=True) * 12).detach().requires_grad_()
     targets = make_targets(model, [1] * 20)
     best = (h_TE @ weight.t()).argmax(-1)
-    targets = Targets(
-        row_M=targets.row_M, token_M=best, temperature_T=targets.temperature_T, needs_T=targets.needs_T
-    )
+    targets = Targets(row_M=targets.row_M, token_M=best, temperature_T=targets.temperature_T, needs_T=targets.needs_T)
     actual, _ = target_logprobs(model, h_TE, [Segment(None, 0, 20)], targets, entropy=False)
     expected, _ = reference(model, h_TE, None, targets)
     (wanted,) = torch.autograd.grad(expected.sum(), h_TE)

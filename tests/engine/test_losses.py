@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def formula(name: str, v: dict[str, np.ndarray]) -> float:
         return float(-(w * (lp * A - 0.5 * 0.05 * (lp - q) ** 2)).sum())
     bounds = np.cumsum([0, *LENGTHS])
     total = 0.0
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         own = slice(start, stop)
         count = v["mask"][own].sum()
         s = math.exp(float((v["mask"][own] * (lp - q)[own]).sum() / count)) if count else 1.0
@@ -117,7 +118,7 @@ def test_gspo_gives_each_token_the_sequences_ratio_as_slope() -> None:
     v = draw(3)
     bounds = np.cumsum([0, *LENGTHS])
     expected = np.zeros(sum(LENGTHS))
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         own = slice(start, stop)
         s = np.exp((v["w"][own] * (v["lp"] - v["q"])[own]).sum() / max(v["w"][own].sum(), 1e-9))
         free = np.where(v["A"][own] > 0, s <= 1.2, s >= 0.8)

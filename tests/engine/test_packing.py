@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,7 @@ def test_cut_respects_the_budget_unless_one_datum_is_longer(lengths: list[int], 
 @given(lengths, budgets)
 def test_cut_is_greedy(lengths: list[int], budget: int) -> None:
     batches = cut(lengths, budget)
-    for batch, following in zip(batches, batches[1:], strict=False):
+    for batch, following in pairwise(batches):
         assert batch.tokens + lengths[following.start] > budget
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,11 @@ SCALE = 0.3
 def inputs(rows: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(rows, count, dim, generator=generator) for count in (heads, kv_heads, kv_heads)]
+
+
+def attend(lengths: Sequence[int], qkv: Sequence[torch.Tensor], window: int | None, *, exact: bool) -> torch.Tensor:
+    q, k, v = qkv
+    return VarlenAttention(lengths, exact=exact).attend(0, q, k, v, SCALE, window)
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -34,7 +41,7 @@ def test_forward_and_backward_equal_plain_attention(window: int | None, kv_heads
     lengths = (5, 5, 1, 7, 7, 7, 2)
     tensors = [x.requires_grad_() for x in inputs(sum(lengths), kv_heads=kv_heads)]
     doubles = [x.detach().double().requires_grad_() for x in tensors]
-    out = VarlenAttention(lengths, exact=exact).attend(0, *tensors, SCALE, window)
+    out = attend(lengths, tensors, window, exact=exact)
     split = zip(*(x.split(lengths) for x in doubles), strict=True)
     expected = torch.cat([reference(q, k, v, window) for q, k, v in split])
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
@@ -62,8 +69,8 @@ def test_a_sequence_has_the_bits_that_it_has_alone(
     own = slice(start, start + length)
     crowd = [x.requires_grad_() for x in inputs(sum(lengths), dim=dim)]
     alone = [x[own].detach().clone().requires_grad_() for x in crowd]
-    out = VarlenAttention(lengths, exact=True).attend(0, *crowd, SCALE, window)
-    out_alone = VarlenAttention([length], exact=True).attend(0, *alone, SCALE, window)
+    out = attend(lengths, crowd, window, exact=True)
+    out_alone = attend([length], alone, window, exact=True)
     assert torch.equal(out[own], out_alone)
     weights = inputs(sum(lengths), dim=dim, seed=1)[0]
     grads = torch.autograd.grad(out, crowd, weights)
@@ -74,12 +81,11 @@ def test_a_sequence_has_the_bits_that_it_has_alone(
 
 @pytest.mark.parametrize("copies", [2, 5])
 def test_equal_lengths_in_one_call_have_the_bits_of_single_calls(copies: int) -> None:
-    q, k, v = inputs(64 * copies, heads=9, kv_heads=3, dim=64)
-    together = VarlenAttention([64] * copies, exact=True).attend(0, q, k, v, SCALE, None)
+    qkv = inputs(64 * copies, heads=9, kv_heads=3, dim=64)
+    together = attend([64] * copies, qkv, None, exact=True)
     for index in range(copies):
         own = slice(64 * index, 64 * (index + 1))
-        single = VarlenAttention([64], exact=True).attend(0, q[own], k[own], v[own], SCALE, None)
-        assert torch.equal(together[own], single)
+        assert torch.equal(together[own], attend([64], [x[own] for x in qkv], None, exact=True))
 
 
 @pytest.mark.gpu
@@ -90,7 +96,7 @@ def test_flash_on_cuda_equals_plain_attention(window: int | None) -> None:
     lengths = (33, 128, 1, 200)
     tensors = [x.cuda().bfloat16().requires_grad_() for x in inputs(sum(lengths), dim=64)]
     doubles = [x.detach().cpu().double().requires_grad_() for x in tensors]
-    out = VarlenAttention(lengths, exact=False).attend(0, *tensors, SCALE, window)
+    out = attend(lengths, tensors, window, exact=False)
     split = zip(*(x.split(lengths) for x in doubles), strict=True)
     expected = torch.cat([reference(q, k, v, window) for q, k, v in split])
     torch.testing.assert_close(out.cpu().double(), expected, atol=3e-2, rtol=3e-2)

@@ -82,17 +82,13 @@ def item(data: Sequence[Datum], loss_fn: str | None, adapter_id: str = "a", **op
     return TrainItem(adapter_id=adapter_id, data=data, loss_fn=loss_fn, **options)
 
 
-def run(
-    trainer: Trainer, adapter: Adapter, data: Sequence[Datum], loss_fn: str | None, **options: Any
-) -> TrainOutput:
+def run(trainer: Trainer, adapter: Adapter, data: Sequence[Datum], loss_fn: str | None, **options: Any) -> TrainOutput:
     (output,) = trainer.train([item(data, loss_fn, **options)], {"a": adapter})
     assert isinstance(output, TrainOutput), output
     return output
 
 
-def run_all(
-    trainer: Trainer, items: Sequence[TrainItem], adapters: Mapping[str, Adapter]
-) -> list[TrainOutput]:
+def run_all(trainer: Trainer, items: Sequence[TrainItem], adapters: Mapping[str, Adapter]) -> list[TrainOutput]:
     outputs = trainer.train(items, adapters)
     assert all(isinstance(output, TrainOutput) for output in outputs), outputs
     return [output for output in outputs if isinstance(output, TrainOutput)]
@@ -106,6 +102,13 @@ def take_gradients(adapter: Adapter) -> list[torch.Tensor]:
         grads.append(parameter.grad)
         parameter.grad = None
     return grads
+
+
+def gradients(
+    trainer: Trainer, adapter: Adapter, data: Sequence[Datum], loss_fn: str, **options: Any
+) -> list[torch.Tensor]:
+    run(trainer, adapter, data, loss_fn, **options)
+    return take_gradients(adapter)
 
 
 def equal(one: Sequence[torch.Tensor], two: Sequence[torch.Tensor]) -> bool:
