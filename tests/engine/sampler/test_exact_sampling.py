@@ -86,7 +86,7 @@ def crowd(seed: int = 0) -> list[SampleItem]:
                 request_id=str(number),
                 prompt=prompt.astype(np.int32),
                 num_samples=samples,
-                params=SamplingParams(max_tokens=9 + 3 * number, seed=100 * number, **params),
+                params=SamplingParams(max_tokens=6 + 2 * number, seed=100 * number, **params),
                 weights=weights,
                 prompt_logprobs=number % 2 == 0,
                 topk_logprobs=number % 3,
@@ -125,7 +125,7 @@ def test_a_preempted_sample_goes_on_as_if_nothing_happened(setup: Setup, alone: 
         assert_equal(response, alone[request_id])
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     order=st.permutations(range(8)),
     steps=st.lists(st.integers(0, 12), min_size=8, max_size=8),

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _DRAW_ROWS = 64
 """Rows whose float32 and float64 copies of the logits exist at once."""
-_CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
+_CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class Sampler:
         num_blocks: KV blocks; default: what `default_num_blocks` finds room for.
         block_size: Positions of a block. Prompts are prefilled and cached in whole blocks.
         max_running: Samples that decode at once.
-        chunk_tokens: Prompt tokens of one prefill pass; default 512 on a CPU, 8,192 on a GPU.
+        chunk_tokens: Prompt tokens of one prefill pass; default 1,024 on a CPU, 8,192 on a GPU.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Sampler:
         chunk_tokens: int | None = None,
     ) -> None:
         self._model = model
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._blocks = BlockManager(num_blocks or default_num_blocks(model, block_size), block_size)
         self._cache = KVCache(model, self._blocks.num_blocks, block_size)
         self._runner = Runner(model, self._cache)
@@ -113,7 +113,7 @@ class Sampler:
             request=request,
             stops=[
                 StopCondition(
-                    item.params, max_tokens, self._model.eos_token_ids, IncrementalDetokenizer(self._tokenizer)
+                    item.params, max_tokens, self._model.eos_token_ids, IncrementalDetokenizer(self.tokenizer)
                 )
                 for _ in range(item.num_samples)
             ],
