@@ -48,7 +48,10 @@ format: $(READY) ## Let ruff fix what it can
 	$(BIN)/ruff format .
 
 bench: $(READY) ## The figures of docs, each beside its peer in one run
-	@$(BIN)/python -m bench
+	@model=$$($(BIN)/python -c 'from trainsession.runtime.bundle import converted_bundle, model_cache; print(converted_bundle(model_cache()))') \
+		&& $(BIN)/python -m bench.overhead \
+		&& $(BIN)/python -m bench.training "$$model" \
+		&& $(BIN)/python -m bench.sampling "$$model"
 
 docs: $(READY) ## Build the documentation into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
