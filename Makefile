@@ -48,7 +48,7 @@ format: $(READY) ## Let ruff fix what it can
 	$(BIN)/ruff format .
 
 bench: $(READY) ## The figures of docs, each beside its peer in one run
-	@model=$$($(BIN)/python -c 'from trainsession.runtime.bundle import converted_bundle, model_cache; print(converted_bundle(model_cache()))') \
+	@model=$$($(BIN)/python -c 'from trainsession.runtime.bundle import converted_bundle; print(converted_bundle())') \
 		&& $(BIN)/python -m bench.overhead \
 		&& $(BIN)/python -m bench.training "$$model" \
 		&& $(BIN)/python -m bench.sampling "$$model"
