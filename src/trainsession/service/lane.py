@@ -10,9 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -24,8 +22,8 @@ from ..store.store import Store
 from .bodies import Body, parse_packed
 from .checkpoints import Checkpoints
 from .frozen import FrozenPool
-from .log import Ending, OperationLog
-from .metering import Meter
+from .log import Advance, Ending, OperationLog
+from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
 from .recovery import Recovery
 from .requests import OperationResult
@@ -262,7 +260,7 @@ class Lane:
             session.step = int(outcome.value["metrics"].get("step", session.step + 1))
             if operation.body is not None and operation.body.progress is not None:
                 session.progress = operation.body.progress
-        advance = {"step": session.step, "progress": session.progress}
+        advance = Advance(step=session.step, progress=session.progress)
         completion = self._complete(session, operation, outcome, skipped, advance)
         task = asyncio.create_task(completion, name=f"complete {operation.id}")
         session.completions[operation.seq] = task
@@ -290,7 +288,7 @@ class Lane:
         operation: Operation,
         outcome: Outcome,
         skipped: Sequence[Operation],
-        advance: dict[str, Any],
+        advance: Advance,
     ) -> None:
         if outcome.later is not None:
             try:
@@ -320,7 +318,7 @@ class Lane:
         session: Session,
         operation: Operation,
         outcome: Outcome,
-        advance: dict[str, Any],
+        advance: Advance,
         endings: Sequence[Ending],
     ) -> OperationResult:
         if outcome.error is not None:
@@ -330,7 +328,7 @@ class Lane:
         value = dict(outcome.value)
         charged = {kind: count for kind, count in (outcome.tokens or {}).items() if count > 0}
         if outcome.tokens is not None:
-            value["usage"] = asdict(self._meter.prices.priced(session.base_model, outcome.tokens))
+            value["usage"] = usage_to_wire(self._meter.prices.priced(session.base_model, outcome.tokens))
         packed = wire.pack(value)
         stored = await self._store.keep("result", packed)
         await self._log.finish(

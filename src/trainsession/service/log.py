@@ -41,6 +41,14 @@ class Charge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Advance:
+    """What `sessions` says of a session behind an operation."""
+
+    step: int
+    progress: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """How an operation ended. Everything here commits in one transaction, or not at all."""
 
@@ -55,8 +63,8 @@ class Ending:
     currency: str = ""
     refund: str | None = None
     """An operation whose ledger rows are taken back, by rows of this one."""
-    advance: Mapping[str, Any] | None = None
-    """New values of the session's columns, where the session has moved past this operation."""
+    advance: Advance | None = None
+    """Where the session stands behind this operation; None for one that the session has yet to pass."""
     also: Callable[[sa.Connection], None] | None = None
     """Another row that must exist exactly if this operation is done."""
 
@@ -233,6 +241,18 @@ _FINISH = (
     .returning(operations.c.session_id, operations.c.seq, operations.c.project)
 )
 
+_CHARGE = sa.insert(ledger)
+_ADVANCE = (
+    sa.update(sessions)
+    .where(sessions.c.id == sa.bindparam("session"), sessions.c.next_seq <= sa.bindparam("seq"))
+    .values(
+        next_seq=sa.bindparam("following"),
+        used_at=sa.bindparam("now"),
+        step=sa.bindparam("new_step"),
+        progress=sa.bindparam("new_progress", type_=sa.JSON),
+    )
+)
+
 
 def _finish(connection: sa.Connection, ending: Ending) -> None:
     now = time.time()
@@ -253,7 +273,7 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
         return
     if ending.charges:
         connection.execute(
-            sa.insert(ledger),
+            _CHARGE,
             [
                 {
                     "project": row.project,
@@ -274,9 +294,15 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
     if ending.advance is not None:
         # Of two operations whose results are written in the other order, the later one's state stays.
         connection.execute(
-            sa.update(sessions)
-            .where(sessions.c.id == row.session_id, sessions.c.next_seq <= row.seq)
-            .values(next_seq=row.seq + 1, used_at=now, **ending.advance)
+            _ADVANCE,
+            {
+                "session": row.session_id,
+                "seq": row.seq,
+                "following": row.seq + 1,
+                "now": now,
+                "new_step": ending.advance.step,
+                "new_progress": ending.advance.progress,
+            },
         )
     if ending.also is not None:
         ending.also(connection)

@@ -17,6 +17,12 @@ from ..types import Usage, UsageReport
 from .log import Charge
 from .prices import KINDS, PriceTable, cost_of
 
+_FLUSH_SECONDS = 5.0
+
+
+def usage_to_wire(usage: Usage) -> dict[str, float]:
+    return {**usage.tokens, "cost": usage.cost}
+
 
 @dataclass(slots=True)
 class _Busy:
@@ -34,6 +40,7 @@ class Meter:
         self.prices = prices
         self._busy: dict[tuple[str, str, EngineHandle], _Busy] = {}
         self._unwritten: dict[tuple[str, str], float] = {}
+        self._flushed_at = 0.0
 
     def charges(self, base_model: str, tokens: Mapping[str, int]) -> list[Charge]:
         """Ledger rows of an operation, at today's price."""
@@ -60,9 +67,11 @@ class Meter:
     def _add(self, what: str, owner: str, seconds: float) -> None:
         self._unwritten[what, owner] = self._unwritten.get((what, owner), 0.0) + seconds
 
-    def flush(self) -> None:
-        """Hand the seconds measured so far to the next transaction; a crash loses what came later."""
-        if self._unwritten:
+    def flush(self, at_once: bool = False) -> None:
+        """Now and then, hand the seconds measured so far to the next transaction; a crash loses the last."""
+        now = time.monotonic()
+        if self._unwritten and (at_once or now >= self._flushed_at + _FLUSH_SECONDS):
+            self._flushed_at = now
             self._store.write_lazily(self._take())
 
     def _take(self) -> Callable[[sa.Connection], None]:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,7 +20,7 @@ from ..store.schema import operations
 from ..store.store import Store
 from .ids import new_id
 from .log import SAMPLE, Ending, OperationLog
-from .metering import Meter
+from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
 from .requests import OperationResult, SampleRequest
 from .sample_run import SampleRun, fit, item_of, pack_sample, position_of, unpack_sample, with_seed
@@ -197,7 +197,7 @@ class Samples:
             currency=self._meter.prices.currency,
         )
         if await self._durably(run, ending, wire.pack(value)):
-            self._end(run, OperationResult(run.id, "done", value), {"done": True, "usage": asdict(usage)})
+            self._end(run, OperationResult(run.id, "done", value), {"done": True, "usage": usage_to_wire(usage)})
             self._meter.flush()
 
     async def _fail(self, run: SampleRun, error: TrainSessionError) -> None:

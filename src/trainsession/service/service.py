@@ -98,7 +98,7 @@ class Service:
         await self._samples.close()
         for lane in self._lanes.values():
             await lane.close()
-        self._meter.flush()
+        self._meter.flush(at_once=True)
         await self._host.close()
         await self.store.close()
 

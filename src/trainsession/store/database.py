@@ -153,22 +153,29 @@ class Database:
     def _transact(self, group: Sequence[_Write]) -> None:
         try:
             with self._writer.connect() as connection, connection.begin() as transaction:
-                for item in group:
-                    _run_in_savepoint(connection, item)
+                if len(group) == 1:  # the transaction itself is its savepoint
+                    group[0].error = None
+                    group[0].result = group[0].function(connection)
+                else:
+                    for item in group:
+                        _run_in_savepoint(connection, item)
                 started = time.perf_counter()
                 transaction.commit()
                 self.stats.seconds += time.perf_counter() - started
             self.stats.commits += 1
             self.stats.writes += len(group)
-        except (exc.DBAPIError, _TransactionLost) as error:
-            self.stats.errors += 1
-            self._writer.dispose()
-            if len(group) > 1:  # only those that cannot be written shall fail
+        except Exception as error:
+            # Of a group only a fault of the disk gets here: then it is tried one by one, so that
+            # what can be written is. A single function's error goes to whoever awaits it.
+            if len(group) > 1:
+                self._writer.dispose()
                 for item in group:
                     self._transact([item])
                 return
-            cause = error.__cause__ if isinstance(error, _TransactionLost) else error
-            group[0].error = _translate(cause if isinstance(cause, Exception) else error)
+            group[0].error = _translate(error)
+            if isinstance(group[0].error, StorageError):
+                self.stats.errors += 1
+                self._writer.dispose()
 
 
 class _TransactionLost(Exception):
