@@ -27,7 +27,7 @@ from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
 from .recovery import Recovery
 from .requests import OperationResult
-from .runner import Outcome, Runner, is_pass
+from .runner import Outcome, Runner, as_ours, is_pass
 from .scheduler import Ready, Scheduler
 from .session import REPLAYED_KINDS, WINDOW_KINDS, Operation, Session
 from .settings import Settings
@@ -188,7 +188,7 @@ class Lane:
             try:
                 work.append((session, operation, await self._prepare(session, operation)))
             except Exception as error:
-                self._settle(session, operation, Outcome(error=_as_ours(error, operation)), 0.0)
+                self._settle(session, operation, Outcome(error=as_ours(error, operation.id)), 0.0)
         if not work:
             return
         handle = await self.engine()
@@ -231,7 +231,7 @@ class Lane:
                 return await runner.train(work)
             return [await runner.run(*work[0])]
         except Exception as error:
-            return [Outcome(error=_as_ours(error, operation)) for _, operation, _ in work]
+            return [Outcome(error=as_ours(error, operation.id)) for _, operation, _ in work]
 
     def _runner(self, handle: EngineHandle) -> Runner:
         return Runner(handle, self._checkpoints, self._log, self.pool, self._scratch)
@@ -293,8 +293,8 @@ class Lane:
         if outcome.later is not None:
             try:
                 outcome = await outcome.later()
-            except TrainSessionError as error:
-                outcome = Outcome(error=error)
+            except Exception as error:
+                outcome = Outcome(error=as_ours(error, operation.id))
         endings = [Ending(operation_id=other.id, state="failed", error=other.error) for other in skipped]
         while True:
             try:
@@ -306,8 +306,10 @@ class Lane:
                 if self._closing:
                     return  # it is still in the log as not ended, and will run again
                 await asyncio.sleep(self._settings.retry_seconds)
-            except TrainSessionError as error:  # the row that had to exist with it could not
-                outcome = Outcome(error=error)
+            except Exception as error:  # e.g. the row that had to exist with it could not
+                if outcome.error is not None:
+                    raise
+                outcome = Outcome(error=as_ours(error, operation.id))
         self._outcomes.publish(result)
         for other in skipped:
             self._outcomes.publish(OperationResult(other.id, "failed", error=other.error))
@@ -379,14 +381,6 @@ class Lane:
             await self.pool.shrink(handle)
         except StorageError as error:
             logger.warning("frozen weights stay in memory: %s", error.message)
-
-
-def _as_ours(error: Exception, operation: Operation) -> TrainSessionError:
-    """A fault of our own code fails one operation, not the lane; its traceback goes to the log only."""
-    if isinstance(error, TrainSessionError):
-        return error
-    logger.error("operation %s failed unexpectedly", operation.id, exc_info=error)
-    return EngineError(f"the service failed while it ran {operation.id}; its log has the details")
 
 
 def _ready(session: Session) -> Ready | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,13 +14,22 @@ import sqlalchemy as sa
 
 from ..engine import checkpoint as formats
 from ..engine.api import AdapterState, EngineHandle, TrainItem, TrainOutput
-from ..errors import CheckpointMismatch, IncompleteGradients, InvalidDatum, InvalidRequest, NotFound, TrainSessionError
+from ..errors import (
+    CheckpointMismatch,
+    EngineError,
+    IncompleteGradients,
+    InvalidDatum,
+    InvalidRequest,
+    NotFound,
+    TrainSessionError,
+)
 from .bodies import SAVE_KINDS, TRAINING_KINDS, Body, check_training
 from .checkpoints import EXPORT_SECONDS, Checkpoints, Origin, already_exists
 from .frozen import FrozenPool, Weights
 from .log import OperationLog
 from .session import KeptForward, Operation, Session
 
+logger = logging.getLogger(__name__)
 _GRAPHS_PER_SESSION = 4
 
 
@@ -280,6 +290,14 @@ def _origin(session: Session, state: AdapterState) -> Origin:
         base_identity=state.base_identity,
         lora=state.config,
     )
+
+
+def as_ours(error: Exception, operation_id: str) -> TrainSessionError:
+    """A fault of our own code fails one operation, not its lane; its traceback goes to the log only."""
+    if isinstance(error, TrainSessionError):
+        return error
+    logger.error("operation %s failed unexpectedly", operation_id, exc_info=error)
+    return EngineError(f"the service failed while it ran {operation_id}; its log has the details")
 
 
 def is_pass(operation: Operation) -> bool:

@@ -23,6 +23,7 @@ from .log import SAMPLE, Ending, OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
 from .requests import OperationResult, SampleRequest
+from .runner import as_ours
 from .sample_run import SampleRun, fit, item_of, pack_sample, position_of, unpack_sample, with_seed
 from .settings import Settings
 from .weights import WeightsResolver, WeightsSource
@@ -126,10 +127,10 @@ class Samples:
         """Wait for the weights, then hand the requests to the engine."""
         try:
             handle, weights = await self._resolver.prepare(source, len(runs))
-        except TrainSessionError as error:
+        except Exception as error:
             for run in runs:
                 if not self._closing:
-                    self._spawn(self._fail(run, error))
+                    self._spawn(self._fail(run, as_ours(error, run.id)))
             return
         for run in runs:
             release = self._releaser(run, handle, lambda: source.lane.pool.release(weights))

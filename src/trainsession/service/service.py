@@ -81,8 +81,12 @@ class Service:
         table = PriceTable.load(prices or EXAMPLE_PRICES)
         store = await asyncio.to_thread(Store, home)
         service = cls(home, store, host, table, settings or Settings())
-        await service._sessions.load_unfinished()
-        await service._samples.load_unfinished()
+        try:
+            await service._sessions.load_unfinished()
+            await service._samples.load_unfinished()
+        except BaseException:
+            await service.close()
+            raise
         service._janitor_task = asyncio.create_task(service._janitor.run(), name="janitor")
         return service
 
