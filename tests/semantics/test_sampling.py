@@ -99,7 +99,7 @@ def test_compute_logprobs_agrees_with_what_was_sampled(policy: Policy) -> None:
     whole = np.concatenate([PROMPT, sequence.tokens])
     computed = policy.sample(whole, n=0, prompt_logprobs=True, max_tokens=None).prompt_logprobs
     assert computed is not None
-    np.testing.assert_allclose(np.float32(computed[len(PROMPT) :]), sequence.logprobs, atol=TOLERANCE)
+    np.testing.assert_allclose(np.array(computed[len(PROMPT) :], dtype=np.float32), sequence.logprobs, atol=TOLERANCE)
 
 
 def test_prompt_logprobs_are_at_temperature_one_with_none_first(policy: Policy) -> None:
@@ -110,7 +110,9 @@ def test_prompt_logprobs_are_at_temperature_one_with_none_first(policy: Policy) 
     assert response.topk_prompt_logprobs[0] is None
     logprobs = torch.log_softmax(policy.logits(PROMPT), -1)
     expected = logprobs[:-1].gather(1, torch.tensor(PROMPT[1:]).long()[:, None])[:, 0]
-    np.testing.assert_allclose(np.float64(response.prompt_logprobs[1:]), expected.numpy(), atol=TOLERANCE)
+    np.testing.assert_allclose(
+        np.array(response.prompt_logprobs[1:], dtype=np.float64), expected.numpy(), atol=TOLERANCE
+    )
     for position, top in enumerate(response.topk_prompt_logprobs[1:]):
         values, tokens = logprobs[position].topk(3)
         assert top is not None
@@ -216,7 +218,8 @@ def test_temperature_one_with_one_sample_is_not_greedy(policy: Policy) -> None:
 
 def test_truncation_to_one_token_is_greedy(policy: Policy) -> None:
     greedy = policy.sample(temperature=0, stop=[]).sequences[0].tokens.tolist()
-    for params in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+    cuts: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    for params in cuts:
         assert policy.sample(stop=[], **params).sequences[0].tokens.tolist() == greedy
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,10 +71,8 @@ def test_top_p_over_a_flat_vocabulary_looks_past_the_first_candidates() -> None:
     np.testing.assert_array_equal(actual[0].numpy(), reference_truncate(probs, params))
 
 
-def row(
-    number: float = 0.5, *, prompt: list[int] | None = None, output: list[int] | None = None, **params: object
-) -> Row:
-    return Row(SamplingParams(**params), number, prompt or [], output or [])  # type: ignore[arg-type]
+def row(number: float = 0.5, *, prompt: Any = (), output: Any = (), **params: Any) -> Row:
+    return Row(SamplingParams(**params), number, prompt, output)
 
 
 def test_penalties_and_bias_come_before_logprobs() -> None:
@@ -167,7 +166,7 @@ def test_logits_that_are_no_numbers_show_in_their_own_row_only(bad: float) -> No
 def test_a_row_does_not_depend_on_the_rows_around_it() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 1_001, generator=generator) * 4
-    choices: list[dict[str, object]] = [
+    choices: list[dict[str, Any]] = [
         {},
         {"temperature": 0.0},
         {"temperature": 0.3, "top_p": 0.9},
@@ -175,10 +174,7 @@ def test_a_row_does_not_depend_on_the_rows_around_it() -> None:
         {"min_p": 0.02},
         {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
     ]
-    rows = [
-        Row(SamplingParams(**choices[i % 6]), uniform(i, 0), [1, 2, 3], [4, 5], topk=i % 3)  # type: ignore[arg-type]
-        for i in range(40)
-    ]
+    rows = [Row(SamplingParams(**choices[i % 6]), uniform(i, 0), [1, 2, 3], [4, 5], topk=i % 3) for i in range(40)]
     together = draw(logits, rows)
     assert together == [draw(logits[i : i + 1], [rows[i]])[0] for i in range(40)]
     backwards = draw(logits.flip(0), rows[::-1])

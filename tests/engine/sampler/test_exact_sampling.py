@@ -68,6 +68,7 @@ def crowd(seed: int = 0) -> list[SampleItem]:
     random = np.random.default_rng(seed)
     shared = random.integers(3, 300, 40)
     items = []
+    params: dict[str, Any]
     for number, (length, samples, weights, params) in enumerate(
         [
             (1, 1, None, {}),
@@ -149,7 +150,10 @@ def test_any_order_of_arrival_gives_the_same(
     for request_id, response in alone.items():
         for index, sequence in enumerate(response.sequences):
             assert [token for token, _ in tokens[request_id, index]] == sequence.tokens.tolist()
-            assert np.float32([lp for _, lp in tokens[request_id, index]]).tobytes() == sequence.logprobs.tobytes()
+            assert (
+                np.array([lp for _, lp in tokens[request_id, index]], dtype=np.float32).tobytes()
+                == sequence.logprobs.tobytes()
+            )
 
 
 def test_cached_equals_uncached(setup: Setup, alone: dict[str, SampleResponse]) -> None:
@@ -179,7 +183,7 @@ def test_threads_do_not_change_a_bit(setup: Setup, alone: dict[str, SampleRespon
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1 if threads > 1 else 2)
-        together = setup.run(crowd())
+        together = setup.run(crowd()[:5])
     finally:
         torch.set_num_threads(threads)
     for request_id, response in together.items():

@@ -210,7 +210,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples() -> None:
 
 
 def test_a_long_run_under_memory_pressure_preempts_and_ends() -> None:
-    jobs = [Job(tuple(np.arange(i % 9 + 1) % 3), i % 4 + 1, 3 + i % 20, arrives=i) for i in range(120)]
+    jobs = [Job(tuple(n % 3 for n in range(i % 9 + 1)), i % 4 + 1, 3 + i % 20, arrives=i) for i in range(120)]
     simulation = Simulation(jobs, num_blocks=16, block_size=2, max_running=8, chunk_tokens=8)
     simulation.run()
     assert simulation.scheduler.num_preemptions > 20
