@@ -110,6 +110,8 @@ class SamplingClient:
         include_prompt_logprobs: bool = ...,
         topk_prompt_logprobs: int = ...,
         topk_logprobs: int = ...,
+        *,
+        topk_sample_logprobs: int = ...,
     ) -> OperationFuture[SampleResponse]: ...
 
     @overload
@@ -121,6 +123,8 @@ class SamplingClient:
         include_prompt_logprobs: bool = ...,
         topk_prompt_logprobs: int = ...,
         topk_logprobs: int = ...,
+        *,
+        topk_sample_logprobs: int = ...,
     ) -> OperationFuture[list[SampleResponse]]: ...
 
     def sample(
@@ -131,6 +135,8 @@ class SamplingClient:
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
         topk_logprobs: int = 0,
+        *,
+        topk_sample_logprobs: int = 0,
     ) -> OperationFuture[Any]:
         """Draw samples.
 
@@ -143,6 +149,7 @@ class SamplingClient:
             include_prompt_logprobs: Logprob at T=1 of each prompt token, None first.
             topk_prompt_logprobs: So many most likely tokens at each prompt position.
             topk_logprobs: So many most likely tokens for each sampled token.
+            topk_sample_logprobs: Tinker's name of ``topk_logprobs``.
 
         Returns:
             A future of one `SampleResponse`; for a list of prompts, of a list in their order.
@@ -151,7 +158,8 @@ class SamplingClient:
             InvalidRequest: an empty prompt, or parameters out of range. Ids outside the vocabulary
                 and prompts longer than the context are known to the service: then the future raises.
         """
-        options = _options(num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, topk_logprobs)
+        topk = topk_logprobs or topk_sample_logprobs
+        options = _options(num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs, topk)
         if num_samples < 1:
             raise InvalidRequest(f"num_samples must be >= 1, got {num_samples}", details={"key": "num_samples"})
         if is_many(prompt):
@@ -268,8 +276,9 @@ class SamplingClient:
         self, handles: Sequence[PendingSample], prompts: Sequence[npt.NDArray[np.int32]], options: dict[str, Any]
     ) -> None:
         """Have all prompts accepted, or none."""
+        payer = {} if self.session_id is None else {"session_id": self.session_id}
         requests = [
-            {"prompt": prompt, "session_id": self.session_id, **options, "params": _own_seed(options, index)}
+            {"prompt": prompt, **payer, **options, "params": _own_seed(options, index)}
             for index, prompt in enumerate(prompts)
         ]
         weights = await self._weights.to_wire()

@@ -94,6 +94,7 @@ class ServiceClient:
         name: str = "",
         tags: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "continue",
     ) -> TrainingClient:
         """A new session with a fresh LoRA adapter. The model is loaded by its first operation.
@@ -111,6 +112,7 @@ class ServiceClient:
             name: For people; shown in lists.
             tags: For people; at most 32.
             metadata: Any small JSON object; at most 16 KiB.
+            user_metadata: Tinker's and SageMaker's name of ``metadata``.
             on_failure: What becomes of operations queued behind one that failed: they run
                 (``continue``), or fail as `OperationSkipped` (``skip``).
 
@@ -128,7 +130,11 @@ class ServiceClient:
             target_modules=None if target_modules is None else tuple(target_modules),
         )
         return self._trainer(
-            {"base_model": _model_name(base_model), "lora": lora.to_wire()}, name, tags, metadata, on_failure
+            {"base_model": _model_name(base_model), "lora": lora.to_wire()},
+            name,
+            tags,
+            metadata or user_metadata,
+            on_failure,
         )
 
     def create_training_client_from_state(
@@ -138,6 +144,7 @@ class ServiceClient:
         name: str = "",
         tags: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "continue",
     ) -> TrainingClient:
         """A new session that starts from a checkpoint's weights, with a new optimizer.
@@ -147,7 +154,9 @@ class ServiceClient:
                 `create_lora_training_client`.
         """
         check_path(path)
-        return self._trainer({"from_checkpoint": path, "with_optimizer": False}, name, tags, metadata, on_failure)
+        return self._trainer(
+            {"from_checkpoint": path, "with_optimizer": False}, name, tags, metadata or user_metadata, on_failure
+        )
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -156,6 +165,7 @@ class ServiceClient:
         name: str = "",
         tags: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
+        user_metadata: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "continue",
     ) -> TrainingClient:
         """A new session that continues a ``state`` checkpoint exactly, optimizer included.
@@ -164,7 +174,9 @@ class ServiceClient:
             CheckpointMismatch: the checkpoint holds no optimizer.
         """
         check_path(path)
-        return self._trainer({"from_checkpoint": path, "with_optimizer": True}, name, tags, metadata, on_failure)
+        return self._trainer(
+            {"from_checkpoint": path, "with_optimizer": True}, name, tags, metadata or user_metadata, on_failure
+        )
 
     def attach(self, session_id: str) -> TrainingClient:
         """Continue a session, from another process if need be, without losing or repeating a step.
@@ -185,19 +197,23 @@ class ServiceClient:
 
     # --- sampling clients -----------------------------------------------------------------
 
-    def create_sampling_client(self, base_model: str | None = None, *, path: str | None = None) -> SamplingClient:
+    def create_sampling_client(
+        self, base_model: str | None = None, *, path: str | None = None, model_path: str | None = None
+    ) -> SamplingClient:
         """A client that samples from a base model, or from a saved ``weights`` checkpoint.
 
         Args:
             base_model: A name as in `list_base_models`; or
             path: ``ts://<session>/weights/<name>``, or ``ts://<session>/live`` for a session's newest
                 snapshot. Its tokens are metered for that session.
+            model_path: Tinker's name of ``path``.
 
         Raises:
             UnknownModel: names those that exist.
             NotFound: no such checkpoint.
             CheckpointMismatch: a ``state`` checkpoint, which holds what training needs.
         """
+        path = path if path is not None else model_path
         if (base_model is None) == (path is None):
             raise InvalidRequest("create_sampling_client: give base_model= or path=, one of the two")
         if path is not None:

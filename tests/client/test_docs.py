@@ -1,0 +1,64 @@
+"""The SDK's page and the notebooks, run as they stand, with a tiny model in place of the named one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+from trainsession.transport.embedded import open_embedded
+
+ROOT = Path(__file__).parents[2]
+NAMED = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_the_sdk_page_runs(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainsession.runtime.host import LocalHost
+
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sdk.md").read_text(), re.DOTALL)
+    assert len(blocks) > 8
+    names: dict[str, object] = {}
+    service = open_embedded(models / "data", open_host=LocalHost)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for block in blocks:
+            exec(compile(block.replace(NAMED, "tiny-llama"), "docs/sdk.md", "exec"), names)  # noqa: S102
+    service.close()
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert "{'row': 4}" in printed.getvalue()
+    assert "nan" not in printed.getvalue()
+
+
+@pytest.mark.parametrize("name", ["quickstart", "custom_loss"])
+def test_the_notebooks_run(models: Path, name: str) -> None:
+    """In a kernel of its own, where a loop is running already; its service is a process of its own."""
+    notebook = nbformat.read(ROOT / "examples" / f"{name}.ipynb", as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace(NAMED, "tiny-llama")
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    printed = "".join(
+        output.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    )
+    if name == "quickstart":
+        (losses,) = re.findall(r"^[\d.]+(?: [\d.]+){9}$", printed, re.MULTILINE)
+        first, *_, last = map(float, losses.split())
+        assert last < first
+        shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+        assert any("idle" in data.get("text/html", "") for data in shown), "usage is a table"
+    else:
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+        assert losses[0] == pytest.approx(2.773, abs=2e-3)
+        assert losses[-1] < losses[0]
+        assert "RuntimeError('the reward model is down')" in printed
+        assert "IncompleteGradients" in printed
+
+
+def test_notebooks_are_committed_without_outputs() -> None:
+    for path in (ROOT / "examples").glob("*.ipynb"):
+        notebook = nbformat.read(path, as_version=4)
+        assert all(not cell.outputs for cell in notebook.cells if cell.cell_type == "code"), path.name
