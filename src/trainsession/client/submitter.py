@@ -37,6 +37,8 @@ _IN_FLIGHT = 4
 """Submits on their way at a time: enough to hide a round trip, few enough to bound memory."""
 _NUMBER_CONSUMED = frozenset({400, 402, 404, 409, 422})
 """Statuses of refusals that the service logs under the number, or whose session is gone."""
+_PARTS_OF_A_STEP = frozenset({"forward_backward", "forward_keep", "backward"})
+"""A step without one of these would use part of the batch: their ``skip`` says so."""
 _INTERRUPT_SECONDS = 5.0
 _FINISHED_BEFORE_CLOSING = frozenset({"save_state", "save_weights", "export", "forward_backward_custom", "log"})
 
@@ -62,9 +64,13 @@ class PendingOperation:
 
     def skip(self) -> None:
         """Consume the number without doing anything."""
-        self.body = {**self.body, "kind": "skip", "params": {}, "idempotency_key": uuid.uuid4().hex}
-        for key in ("data", "gradients", "progress"):
-            self.body.pop(key, None)
+        self.body = self.skipped()
+
+    def skipped(self) -> dict[str, Any]:
+        """The body of a ``skip`` in this one's place."""
+        params = {"incomplete": True} if self.kind in _PARTS_OF_A_STEP else {}
+        body = {"kind": "skip", "params": params, "idempotency_key": uuid.uuid4().hex, "seq": self.seq}
+        return body if self._submitter is None else body | {"epoch": self._submitter.epoch}
 
     async def cancel(self) -> bool:
         if self._submitter is None or self.is_cancelled:
@@ -104,7 +110,8 @@ class Submitter:
         self._pump: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self._unended: dict[int, PendingOperation] = {}
-        self._gaps: deque[int] = deque()
+        self._gaps: deque[PendingOperation] = deque()
+        """Operations that the service did not take, whose numbers are still open."""
         self._running: set[OperationFuture[Any]] = set()
 
     @property
@@ -253,7 +260,7 @@ class Submitter:
     async def _refused(self, operation: PendingOperation, error: Exception) -> None:
         if isinstance(error, TrainSessionError) and error.status in _NUMBER_CONSUMED:
             return
-        self._gaps.append(operation.seq)
+        self._gaps.append(operation)
         if not isinstance(error, ConnectionFailed):
             await self._fill_gaps()
             return
@@ -261,24 +268,22 @@ class Submitter:
         while self._queue:
             behind = self._queue.popleft()
             behind.is_queued = False
-            self._gaps.append(behind.seq)
+            self._gaps.append(behind)
             if behind.accepted is not None:
                 behind.accepted.set_exception(error)
 
     async def _fill_gaps(self) -> None:
         while self._gaps:
-            seq = self._gaps.popleft()
-            skip = PendingOperation("skip", {})
-            skip.numbered(self, seq)
+            operation = self._gaps.popleft()
             try:
-                await self._post(skip.body)
+                await self._post(operation.skipped())
             except SequenceConflict:
                 pass  # The service had taken the operation, and only its answer was lost.
             except (SessionClosed, SessionFenced, NotFound):
                 self._gaps.clear()
             except TrainSessionError as error:
-                _log.warning("number %d of session %s is still open: %s", seq, self.session_id, error)
-                self._gaps.appendleft(seq)
+                _log.warning("number %d of session %s is still open: %s", operation.seq, self.session_id, error)
+                self._gaps.appendleft(operation)
                 return
 
     async def _post(self, body: dict[str, Any]) -> str:

@@ -205,10 +205,12 @@ class _DatumCheck:
 
     def _check_ids(self, key: str, ids: npt.NDArray[np.integer], vocab_size: int) -> None:
         low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocab_size:
+        if low < 0:  # -100, most often
             raise self.refuse(
-                key, f"{key} has token id {low if low < 0 else high}, outside the vocabulary of {vocab_size}"
+                key, f"{key} has token id {low}; ids are >= 0, and a position that should not count has weight 0"
             )
+        if high >= vocab_size:
+            raise self.refuse(key, f"{key} has token id {high}, outside the vocabulary of {vocab_size}")
 
     def _check_values(self, key: str, values: npt.NDArray[np.floating]) -> None:
         expected = self.inputs["target_tokens"].shape

@@ -30,7 +30,7 @@ _PARAMS: dict[str, frozenset[str]] = {
     "forward_backward": frozenset({"loss_fn", "loss_fn_config"}),
     "forward_keep": frozenset(),
     "backward": frozenset({"forward_seq"}),
-    "skip": frozenset(),
+    "skip": frozenset({"incomplete"}),
     "zero_grad": frozenset(),
     "save_state": frozenset({"name", "overwrite", "ttl_seconds"}),
     "save_weights": frozenset({"name", "overwrite", "ttl_seconds"}),
@@ -115,6 +115,8 @@ def parse_body(
         _check_flag(params, "optimizer")
     if kind == "export":
         _check_flag(params, "merged")
+    if kind == "skip":
+        _check_flag(params, "incomplete")
     return Body(params=params)
 
 

@@ -114,8 +114,9 @@ class Runner:
             return await self._backward(session, body)
         if kind == "skip":
             kept = session.kept.pop(operation.seq - 1, None)
-            if kept is not None:  # its backward will not come, so the window lacks that part
-                session.incomplete = True
+            # In both cases gradients will not come, so the window lacks that part.
+            session.incomplete |= kept is not None or bool(params.get("incomplete", False))
+            if kept is not None:
                 await self._handle.call("drop_graph", kept.operation.id)
             return Outcome()
         if kind == "snapshot":

@@ -12,8 +12,10 @@ from ..errors import TrainSessionError
 from ..types import LoraConfig, SessionInfo
 from .bodies import Body
 
-REPLAYED_KINDS = frozenset({"forward_backward", "backward", "optim_step", "zero_grad", "load_state", "snapshot"})
-"""Operations that change what the engine holds; a replay runs these and passes over the others."""
+REPLAYED_KINDS = frozenset(
+    {"forward_backward", "backward", "skip", "optim_step", "zero_grad", "load_state", "snapshot"}
+)
+"""Operations that change what the engine holds or the window; a replay runs these and passes over the others."""
 WINDOW_KINDS = frozenset({"forward_backward", "forward_keep", "backward"})
 """Operations whose failure leaves an accumulation window incomplete."""
 
