@@ -121,7 +121,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
                 update = trainer.optim_step(ts.AdamParams(learning_rate=config.learning_rate))
                 metrics = {**backward.result().metrics, **update.result().metrics}
             curve.append(sum(rewards) / len(rewards))
-            run.log("train", step, {"reward": curve[-1], "datums": len(datums), **metrics})
+            run.log("train", step, {"reward": curve[-1], "datums": len(datums)}, metrics)
 
         after = evaluate(config.steps)
         saved = trainer.save_weights_for_sampler("final").result()

@@ -112,7 +112,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
                 update = trainer.optim_step(ts.AdamParams(learning_rate=config.learning_rate, grad_clip_norm=1.0))
                 metrics = {**backward.result().metrics, **update.result().metrics}
             curve.append(sum(rewards) / len(rewards))
-            run.log("grpo", step, {"reward": curve[-1], "mixed_groups": mixed / len(batch), **metrics})
+            run.log("grpo", step, {"reward": curve[-1], "mixed_groups": mixed / len(batch)}, metrics)
 
         after = evaluate("test, after GRPO")
         saved = trainer.save_weights_for_sampler("final").result()

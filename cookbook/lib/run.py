@@ -43,11 +43,12 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
 
-    def log(self, phase: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a row to ``metrics.jsonl`` and print it on one line."""
+    def log(self, phase: str, step: int, metrics: Mapping[str, float], more: Mapping[str, float] | None = None) -> None:
+        """Append a row to ``metrics.jsonl``, and print it without ``more`` on one line."""
         seconds = round(time.monotonic() - self.started, 3)
+        row = {**(more or {}), **metrics, "phase": phase, "step": step, "seconds": seconds}
         with self._metrics.open("a") as file:
-            file.write(json.dumps({**metrics, "phase": phase, "step": step, "seconds": seconds}) + "\n")
+            file.write(json.dumps(row) + "\n")
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         print(f"{seconds:7.1f} s  {phase} {step}  {shown}", flush=True)
 

@@ -68,7 +68,7 @@ def test_an_error_of_the_caller_is_one_line(tmp_path: Path):
 def test_run_writes_settings_metrics_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "run"
     run = Run("recipe", Config(seed=5, out=str(out)))
-    run.log("train", 1, {"reward": 0.25, "step": 7})
+    run.log("train", 1, {"reward": 0.25}, {"grad_norm": 2.0, "step": 7})
     run.log("train", 2, {"reward": float("nan")})
     usage = ts.UsageReport(
         ts.Usage(prefill=1_000_000, sample=2_000_000, train=500_000, cost=0.85),
@@ -82,10 +82,12 @@ def test_run_writes_settings_metrics_and_summary(tmp_path: Path, capsys: pytest.
     assert json.loads((out / "config.json").read_text())["seed"] == 5
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [(row["phase"], row["step"]) for row in rows] == [("train", 1), ("train", 2)]
-    assert rows[0]["reward"] == 0.25
+    assert (rows[0]["reward"], rows[0]["grad_norm"]) == (0.25, 2.0)
     assert np.isnan(rows[1]["reward"])  # shown, never hidden
     summary = (out / "summary.txt").read_text()
-    assert summary in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "train 1  reward 0.25\n" in printed
+    assert summary in printed
     for line in ("75.0% (3 of 4", "10 s wall = 4 s engine + 6 s idle", "0.600000 USD", "0.850000 USD"):
         assert line in summary
 

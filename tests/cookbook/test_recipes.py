@@ -169,3 +169,14 @@ def test_chat_examples_continue_the_prompt_that_a_sampler_sees(tiny_model: Path)
     assert tokenizer.decode(completion) == "hello<|im_end|>"  # nothing behind the end token
     prompt, completion = tokens_of_example(tokenizer, Example("Q:", " a"))
     assert (tokenizer.decode(prompt), tokenizer.decode(completion)) == ("Q:", " a<|im_end|>")
+
+
+def test_prompts_of_one_call_draw_apart(tiny_model: Path):
+    """With common draws an evaluation's errors would all point one way; a prompt's own seed is known."""
+    params = ts.SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+    with ts.ServiceClient() as service, service.create_sampling_client(base_model=str(tiny_model)) as sampler:
+        listed = sampler.sample(["What is"] * 3, 2, params).result()
+        texts = [tuple(sample.tokens.tolist()) for response in listed for sample in response.sequences]
+        assert len(set(texts)) == 6
+        alone = sampler.sample("What is", 6, params).result()
+    assert texts == [tuple(sample.tokens.tolist()) for sample in alone.sequences]
