@@ -39,11 +39,11 @@ def batch() -> list[Datum]:
 
 
 @contextmanager
-def serving(home: Path, open_host: Callable[[], EngineHost]) -> Iterator[str]:
+def serving(home: Path, open_host: Callable[[], EngineHost], port: int = 0) -> Iterator[str]:
     """A home served on a real loopback port: its URL."""
     servers: list[tuple[asyncio.AbstractEventLoop, Server]] = []
     ready = threading.Event()
-    listener = bind_tcp("127.0.0.1", 0)
+    listener = bind_tcp("127.0.0.1", port)
 
     def on_ready(_socket: str, server: Server) -> None:
         servers.append((asyncio.get_running_loop(), server))

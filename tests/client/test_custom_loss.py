@@ -110,7 +110,7 @@ def test_functions_run_one_at_a_time_on_a_thread_of_their_own_while_others_go_on
 
     first, second = trainer.forward_backward_custom(pair, slow), trainer.forward_backward_custom(pair, slow)
     # The service is reached and answers while the function is still at work.
-    assert trainer.base_sampling_client().sample([1, 2]).result(10).sequences[0].tokens.tolist() == [5, 6]
+    assert trainer.base_sampling_client().sample([1, 2]).result(10).sequences[0].tokens == [5, 6]
     trainer.log({"loss": 1.0}).result(10)
     assert not first.done()
     go.set()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.fake import FakeService, f32, i32
+from tests.client.fake import FakeService
 from trainsession import Datum, SampledSequence, SampleResponse, SessionInfo, StorageError, Usage, UsageReport
 from trainsession.client import progress
 from trainsession.client.checkpoint_files import download
@@ -21,7 +21,7 @@ from trainsession.client.training import TrainingClient
 
 
 def _sample(text: str) -> SampledSequence:
-    return SampledSequence(i32([1, 2]), f32([-1, -2]), "stop", text)
+    return SampledSequence([1, 2], [-1.0, -2.0], "stop", text)
 
 
 def test_reprs_are_one_short_line(trainer: TrainingClient, batch: list[Datum]) -> None:

@@ -88,7 +88,7 @@ def test_a_stream_says_what_sample_says(service: ts.ServiceClient) -> None:
     deltas = list(stream)
     for index, sequence in enumerate(whole.sequences):
         mine = [delta for delta in deltas if delta.index == index]
-        assert [token for delta in mine for token in delta.tokens] == sequence.tokens.tolist()
+        assert [token for delta in mine for token in delta.tokens] == sequence.tokens
         assert "".join(delta.text for delta in mine) == sequence.text
         assert [delta.stop_reason for delta in mine if delta.stop_reason] == [sequence.stop_reason]
     assert len(deltas) > 4

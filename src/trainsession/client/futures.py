@@ -193,6 +193,6 @@ def as_completed(futures: Iterable[OperationFuture[T]], timeout: float | None = 
         except queue.Empty:
             raise ResultTimeout(f"{len(pending) - count} of {len(pending)} futures had not ended in time") from None
         except KeyboardInterrupt:
-            for future in pending:
-                future._interrupt()
+            for interrupt in dict.fromkeys(future._interrupt for future in pending):
+                interrupt()
             raise

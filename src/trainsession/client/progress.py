@@ -7,6 +7,7 @@ A bar appears after `PATIENCE` seconds, on stderr, where that is a terminal or a
 from __future__ import annotations
 
 import concurrent.futures
+import importlib.util
 import os
 import sys
 import time
@@ -47,14 +48,13 @@ class Progress:
 
     def refresh(self) -> None:
         if self._bar is None and time.monotonic() >= self._appears_at:
-            from tqdm.auto import tqdm
-
+            tqdm = _bar_class()
             bytes_or_not: dict[str, Any] = {"unit_scale": True, "unit_divisor": 1024} if self._unit == "B" else {}
             self._bar = tqdm(
                 desc=self._description, total=self._total, unit=self._unit, leave=False, file=sys.stderr, **bytes_or_not
             )
         if self._bar is not None:
-            self._bar.update(self._count - self._bar.n)
+            self._bar.n = self._count
             self._bar.refresh()
 
     def __enter__(self) -> Self:
@@ -65,6 +65,15 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _bar_class() -> Any:
+    """A widget in a notebook that has widgets, else text."""
+    if "ipykernel" in sys.modules and importlib.util.find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm
+    else:
+        from tqdm.std import tqdm
+    return tqdm
 
 
 class Waiting:

@@ -189,10 +189,15 @@ class Submitter:
         # Newest first: else the service would start one while the one before it is cancelled.
         with self._lock:
             pending = list(reversed(self._unended.values()))
+        slots = asyncio.Semaphore(_IN_FLIGHT)
+
+        async def cancel(operation: PendingOperation) -> None:
+            async with slots:
+                await operation.cancel()
+
         try:
             async with asyncio.timeout(_INTERRUPT_SECONDS):
-                for operation in pending:
-                    await operation.cancel()
+                await asyncio.gather(*(cancel(operation) for operation in pending))
         except TimeoutError:
             _log.warning("the service did not confirm within %g s that everything was cancelled", _INTERRUPT_SECONDS)
 
