@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-import numpy as np
-
 from trainsession.engine.api import SampleEvent
 from trainsession.engine.sampler.sampler import Sampler
 from trainsession.types import SampledSequence, SampleResponse
@@ -44,8 +42,8 @@ def assemble(events: list[SampleEvent]) -> SampleResponse:
         assert "".join(part.text_delta for part in parts) == parts[-1].text
         sequences.append(
             SampledSequence(
-                tokens=np.array([token for part in parts for token in part.tokens], dtype=np.int32),
-                logprobs=np.array([logprob for part in parts for logprob in part.logprobs], dtype=np.float32),
+                tokens=[token for part in parts for token in part.tokens],
+                logprobs=[logprob for part in parts for logprob in part.logprobs],
                 stop_reason=reason,
                 text=parts[-1].text,
                 topk_logprobs=[top for part in parts for top in part.topk] or None,

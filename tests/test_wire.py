@@ -277,8 +277,8 @@ def test_an_answer_of_a_newer_service_is_read() -> None:
 
 def test_samples_come_back() -> None:
     sequence = SampledSequence(
-        np.array([4, 2], dtype=np.int32),
-        np.array([-0.5, -0.125], dtype=np.float32),
+        [4, 2],
+        [-0.5, -0.125],
         "stop",
         "é",
         [[(4, -0.5), (3, -1.5)], [(2, -0.125), (9, -math.inf)]],
@@ -286,8 +286,9 @@ def test_samples_come_back() -> None:
     response = SampleResponse([sequence], [None, -0.5], [None, [(1, -0.25)]], Usage(prefill=2, sample=2))
     back = wire.samples_from_wire(wire.unpack(wire.pack(wire.samples_to_wire(response))))
     (got,) = back.sequences
-    assert got.tokens.tolist() == [4, 2]
-    assert got.logprobs.tolist() == [-0.5, -0.125]
+    assert got.tokens == [4, 2]
+    assert got.logprobs == [-0.5, -0.125]
+    assert [7, 8, *got.tokens] == [7, 8] + got.tokens, "joined, not added as arrays would be"  # noqa: RUF005
     assert (got.stop_reason, got.text, got.topk_logprobs) == ("stop", "é", sequence.topk_logprobs)
     assert back.prompt_logprobs == [None, -0.5]
     assert back.topk_prompt_logprobs == [None, [(1, -0.25)]]
@@ -295,9 +296,9 @@ def test_samples_come_back() -> None:
 
 
 def test_samples_without_logprobs_or_tokens_come_back() -> None:
-    empty = SampledSequence(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32), "length")
+    empty = SampledSequence([], [], "length")
     back = wire.samples_from_wire(wire.unpack(wire.pack(wire.samples_to_wire(SampleResponse([empty])))))
-    assert back.sequences[0].tokens.size == 0
+    assert (back.sequences[0].tokens, back.sequences[0].logprobs) == ([], [])
     assert back.sequences[0].topk_logprobs is None
     assert back.prompt_logprobs is None
     assert back.topk_prompt_logprobs is None

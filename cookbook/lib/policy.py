@@ -43,14 +43,14 @@ def policy_datums(
         samples: G samples of it.
         advantages: One per sample, spread over its tokens.
     """
-    merged: dict[bytes, float] = {}
-    first: dict[bytes, ts.SampledSequence] = {}
+    merged: dict[tuple[int, ...], float] = {}
+    first: dict[tuple[int, ...], ts.SampledSequence] = {}
     for sample, advantage in zip(samples, advantages, strict=True):
-        key = np.asarray(sample.tokens, dtype=np.int64).tobytes()
+        key = tuple(sample.tokens)
         merged[key] = merged.get(key, 0.0) + float(advantage)
         first.setdefault(key, sample)
     return [
-        completion_datum(prompt, sample.tokens, logprobs=sample.logprobs, advantages=merged[key])  # type: ignore[arg-type]
+        completion_datum(prompt, sample.tokens, logprobs=sample.logprobs, advantages=merged[key])
         for key, sample in first.items()
         if merged[key] != 0.0
     ]

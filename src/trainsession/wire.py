@@ -173,8 +173,8 @@ def samples_to_wire(response: SampleResponse) -> dict[str, Any]:
     return {
         "sequences": [
             {
-                "tokens": s.tokens,
-                "logprobs": s.logprobs,
+                "tokens": np.array(s.tokens, dtype=np.int32),
+                "logprobs": np.array(s.logprobs, dtype=np.float32),
                 "stop_reason": s.stop_reason,
                 "text": s.text,
                 "topk": _topk_to_wire(s.topk_logprobs),
@@ -193,7 +193,13 @@ def samples_from_wire(body: Mapping[str, Any]) -> SampleResponse:
     prompt = body["prompt_logprobs"]
     return SampleResponse(
         sequences=[
-            SampledSequence(s["tokens"], s["logprobs"], s["stop_reason"], s["text"], _topk_from_wire(s["topk"]))
+            SampledSequence(
+                s["tokens"].tolist(),
+                s["logprobs"].tolist(),
+                s["stop_reason"],
+                s["text"],
+                _topk_from_wire(s["topk"]),
+            )
             for s in body["sequences"]
         ],
         prompt_logprobs=None if prompt is None else [None, *prompt.tolist()[1:]][: prompt.size],

@@ -30,8 +30,8 @@ def test_equal_rewards_have_exactly_no_advantage(reward: float, divide_by_std: b
 
 def sample(tokens: list[int], logprobs: list[float] | None = None) -> ts.SampledSequence:
     """A sample whose logprobs depend on its tokens alone, as those of one prompt and one policy do."""
-    values = logprobs or [-0.5 - token / 7 - index for index, token in enumerate(tokens)]
-    return ts.SampledSequence(np.array(tokens, np.int32), np.array(values, np.float32), "stop")
+    values = logprobs or [-0.5 - token / 8 - index for index, token in enumerate(tokens)]
+    return ts.SampledSequence(tokens, values, "stop")
 
 
 def importance_sampling(datum: ts.Datum, policy: dict[int, float]) -> tuple[float, np.ndarray]:
@@ -54,7 +54,7 @@ def test_merging_duplicates_changes_neither_loss_nor_gradient(group: list[tuple[
     samples = [sample(tokens) for tokens, _ in group]
     advantages = group_advantages([reward for _, reward in group])
     apart = [
-        completion_datum(prompt, s.tokens.tolist(), logprobs=s.logprobs.tolist(), advantages=float(a))
+        completion_datum(prompt, s.tokens, logprobs=s.logprobs, advantages=float(a))
         for s, a in zip(samples, advantages, strict=True)
     ]
     merged = policy_datums(prompt, samples, advantages)

@@ -127,10 +127,10 @@ def test_merged_duplicates_train_like_all_samples(tiny_model: Path):
         prompt = tokenizer.encode("What is 12 + 7?")
         params = ts.SamplingParams(max_tokens=2, temperature=0.5, seed=1)
         samples = trainer.base_sampling_client().sample(prompt, 16, params).result().sequences
-        assert len({tuple(s.tokens.tolist()) for s in samples}) < 16
-        advantages = group_advantages([float(s.tokens.sum() % 3) for s in samples])
+        assert len({tuple(s.tokens) for s in samples}) < 16
+        advantages = group_advantages([float(sum(s.tokens) % 3) for s in samples])
         apart = [
-            completion_datum(prompt, s.tokens.tolist(), logprobs=s.logprobs.tolist(), advantages=float(a))
+            completion_datum(prompt, s.tokens, logprobs=s.logprobs, advantages=float(a))
             for s, a in zip(samples, advantages, strict=True)
         ]
         merged = policy_datums(prompt, samples, advantages)
@@ -176,7 +176,7 @@ def test_prompts_of_one_call_draw_apart(tiny_model: Path):
     params = ts.SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
     with ts.ServiceClient() as service, service.create_sampling_client(base_model=str(tiny_model)) as sampler:
         listed = sampler.sample(["What is"] * 3, 2, params).result()
-        texts = [tuple(sample.tokens.tolist()) for response in listed for sample in response.sequences]
+        texts = [tuple(sample.tokens) for response in listed for sample in response.sequences]
         assert len(set(texts)) == 6
         alone = sampler.sample("What is", 6, params).result()
-    assert texts == [tuple(sample.tokens.tolist()) for sample in alone.sequences]
+    assert texts == [tuple(sample.tokens) for sample in alone.sequences]

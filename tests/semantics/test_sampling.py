@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Policy:
         """transformers' logits (T, V) in float64."""
         return self.reference(torch.tensor(np.asarray(tokens)[None], dtype=torch.int64)).logits[0].double()
 
-    def logprobs_of(self, prompt: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], temperature: float) -> Any:
+    def logprobs_of(self, prompt: npt.NDArray[np.int32], tokens: Sequence[int], temperature: float) -> Any:
         logits = self.logits(np.concatenate([prompt, tokens]))[len(prompt) - 1 : -1]
         return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(tokens).long()[:, None])[:, 0].numpy()
 
@@ -80,7 +80,7 @@ def test_greedy_equals_transformers_generate(policy: Policy) -> None:
         torch.tensor(PROMPT[None]).long(), max_new_tokens=40, min_new_tokens=40, do_sample=False
     )
     tokens = response.sequences[0].tokens
-    assert tokens.tolist() == expected[0, len(PROMPT) :].tolist()
+    assert tokens == expected[0, len(PROMPT) :].tolist()
     np.testing.assert_allclose(response.sequences[0].logprobs, policy.logprobs_of(PROMPT, tokens, 1.0), atol=TOLERANCE)
 
 
@@ -96,7 +96,7 @@ def test_logprobs_are_of_the_tempered_softmax_before_truncation(policy: Policy, 
 
 def test_compute_logprobs_agrees_with_what_was_sampled(policy: Policy) -> None:
     sequence = policy.sample(max_tokens=30, stop=[]).sequences[0]
-    whole = np.concatenate([PROMPT, sequence.tokens])
+    whole = np.concatenate([PROMPT, np.array(sequence.tokens, np.int32)])
     computed = policy.sample(whole, n=0, prompt_logprobs=True, max_tokens=None).prompt_logprobs
     assert computed is not None
     np.testing.assert_allclose(np.array(computed[len(PROMPT) :], dtype=np.float32), sequence.logprobs, atol=TOLERANCE)
@@ -144,7 +144,7 @@ def test_penalties_and_bias_come_before_the_logprobs(policy: Policy) -> None:
         frequency_penalty=0.3,
         repetition_penalty=1.2,
     )
-    tokens = response.sequences[0].tokens.tolist()
+    tokens = response.sequences[0].tokens
     logits = policy.logits(np.concatenate([PROMPT, tokens]))[len(PROMPT) - 1 : -1].numpy()
     for step, token in enumerate(tokens):
         row = logits[step].copy()
@@ -181,10 +181,7 @@ def test_an_adapter_samples_from_the_merged_weights(policy: Policy, tiny_path: C
     # Frozen means frozen: training the original afterwards changes nothing.
     for pair in adapter.weights.values():
         pair.B.data.add_(1.0)
-    assert (
-        policy.sample(adapter=frozen, max_tokens=20, stop=[]).sequences[0].logprobs.tobytes()
-        == with_adapter.logprobs.tobytes()
-    )
+    assert policy.sample(adapter=frozen, max_tokens=20, stop=[]).sequences[0].logprobs == with_adapter.logprobs
 
 
 # --- seeds ------------------------------------------------------------------------------------
@@ -192,9 +189,9 @@ def test_sample_j_is_the_single_sample_of_seed_plus_j(policy: Policy) -> None:
     together = policy.sample(n=4, seed=40).sequences
     for j in range(4):
         single = policy.sample(n=1, seed=40 + j).sequences[0]
-        assert single.tokens.tolist() == together[j].tokens.tolist()
-        assert single.logprobs.tobytes() == together[j].logprobs.tobytes()
-    assert len({tuple(sequence.tokens.tolist()) for sequence in together}) == 4
+        assert single.tokens == together[j].tokens
+        assert single.logprobs == together[j].logprobs
+    assert len({tuple(sequence.tokens) for sequence in together}) == 4
 
 
 def test_sampling_touches_no_global_generator(policy: Policy) -> None:
@@ -217,10 +214,10 @@ def test_temperature_one_with_one_sample_is_not_greedy(policy: Policy) -> None:
 
 
 def test_truncation_to_one_token_is_greedy(policy: Policy) -> None:
-    greedy = policy.sample(temperature=0, stop=[]).sequences[0].tokens.tolist()
+    greedy = policy.sample(temperature=0, stop=[]).sequences[0].tokens
     cuts: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
     for params in cuts:
-        assert policy.sample(stop=[], **params).sequences[0].tokens.tolist() == greedy
+        assert policy.sample(stop=[], **params).sequences[0].tokens == greedy
 
 
 # --- ends -------------------------------------------------------------------------------------
@@ -252,10 +249,10 @@ def test_end_tokens_end_a_sample_and_are_returned(
 def test_stop_strings_and_token_ids_mix(policy: Policy) -> None:
     word = policy.tokenizer.encode("Paris")
     by_id = policy.sample(logit_bias={word[0]: 1_000.0}, stop=["never", word[0]]).sequences[0]
-    assert (by_id.tokens.tolist(), by_id.text, by_id.stop_reason) == ([word[0]], "", "stop")
+    assert (by_id.tokens, by_id.text, by_id.stop_reason) == ([word[0]], "", "stop")
     text = policy.tokenizer.decode(word[:1])
     by_text = policy.sample(logit_bias={word[0]: 1_000.0}, stop=[text[-1:], 5]).sequences[0]
-    assert by_text.tokens.tolist() == [word[0]]  # the whole last token
+    assert by_text.tokens == [word[0]]  # the whole last token
     assert by_text.text == text[:-1]
 
 

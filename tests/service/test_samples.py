@@ -33,7 +33,7 @@ def test_samples_of_the_base_model(tmp_path: Path) -> None:
         async with serving(tmp_path) as service:
             answer = await sample(service, BASE, prompt([5, 10], num_samples=2, prompt_logprobs=True))
             response = wire.samples_from_wire(wire.unpack(wire.pack(answer)))
-            assert [s.tokens.tolist() for s in response.sequences] == [[11, 12, 13]] * 2
+            assert [s.tokens for s in response.sequences] == [[11, 12, 13]] * 2
             assert response.sequences[0].stop_reason == "length"
             assert response.sequences[0].text == "11 12 13"
             assert response.prompt_logprobs == [None, -1.0]

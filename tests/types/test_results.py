@@ -22,14 +22,14 @@ def test_idle_time_is_what_is_left() -> None:
 def test_shortcuts() -> None:
     output = ForwardBackwardOutput([{"logprobs": TensorData([-1.0])}], {"loss:sum": 1.0})
     assert output.logprobs == [TensorData([-1.0])]
-    sequence = SampledSequence(np.zeros(3, dtype=np.int32), np.zeros(3, dtype=np.float32), "stop", "hello")
+    sequence = SampledSequence([0] * 3, [0.0] * 3, "stop", "hello")
     assert SampleResponse([sequence]).text == "hello"
 
 
 def test_reprs_are_compact() -> None:
     output = ForwardBackwardOutput([{"logprobs": TensorData(np.zeros(10_000))}] * 50, {"loss:sum": 1.23456789})
     assert repr(output) == "ForwardBackwardOutput(50 datums, loss:sum=1.23457)"
-    sequence = SampledSequence(np.zeros(9, dtype=np.int32), np.zeros(9, dtype=np.float32), "length", "word " * 100)
+    sequence = SampledSequence([0] * 9, [0.0] * 9, "length", "word " * 100)
     assert len(repr(sequence)) < 120
     assert "9 tokens, length" in repr(sequence)
     assert len(repr(TensorData(np.zeros((100, 100))))) < 80

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from .. import wire
 from ..engine.api import EngineHandle, EngineInfo, SampleEvent, SampleItem
 from ..errors import PromptTooLong
@@ -54,8 +52,8 @@ class SampleRun:
         return SampleResponse(
             sequences=[
                 SampledSequence(
-                    np.array(self.tokens[index], np.int32),
-                    np.array(self.logprobs[index], np.float32),
+                    list(self.tokens[index]),
+                    list(self.logprobs[index]),
                     self.reasons[index] or "cancelled",
                     self.texts[index],
                     self.topk[index] if with_topk else None,

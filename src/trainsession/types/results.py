@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from .data import TensorData
 from .display import samples_html, session_html, shortened, usage_html
 
@@ -83,15 +80,16 @@ class SampledSequence:
     """One sample.
 
     Attributes:
-        tokens: Token ids (int32), the stop token included.
-        logprobs: float32, one per token.
+        tokens: Token ids, the stop token included. A list, so that ``prompt + sample.tokens`` joins
+            them (with an array it would add numbers).
+        logprobs: One per token.
         stop_reason: ``stop``, ``length`` or ``cancelled``.
         text: The decoded tokens without special tokens; cut before a stop string.
         topk_logprobs: Per token, the ``topk`` most likely (token id, logprob), if asked for.
     """
 
-    tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
+    tokens: list[int]
+    logprobs: list[float]
     stop_reason: StopReason
     text: str = ""
     topk_logprobs: list[list[tuple[int, float]]] | None = None

@@ -99,8 +99,8 @@ def crowd(seed: int = 0) -> list[SampleItem]:
 def assert_equal(one: SampleResponse, other: SampleResponse) -> None:
     assert len(one.sequences) == len(other.sequences)
     for a, b in zip(one.sequences, other.sequences, strict=True):
-        assert a.tokens.tolist() == b.tokens.tolist()
-        assert a.logprobs.tobytes() == b.logprobs.tobytes()
+        assert a.tokens == b.tokens
+        assert a.logprobs == b.logprobs
         assert (a.text, a.stop_reason, a.topk_logprobs) == (b.text, b.stop_reason, b.topk_logprobs)
     assert one.prompt_logprobs == other.prompt_logprobs
 
@@ -149,11 +149,8 @@ def test_any_order_of_arrival_gives_the_same(
         tokens.setdefault((event.request_id, event.index), []).extend(zip(event.tokens, event.logprobs, strict=True))
     for request_id, response in alone.items():
         for index, sequence in enumerate(response.sequences):
-            assert [token for token, _ in tokens[request_id, index]] == sequence.tokens.tolist()
-            assert (
-                np.array([lp for _, lp in tokens[request_id, index]], dtype=np.float32).tobytes()
-                == sequence.logprobs.tobytes()
-            )
+            assert [token for token, _ in tokens[request_id, index]] == sequence.tokens
+            assert [logprob for _, logprob in tokens[request_id, index]] == sequence.logprobs
 
 
 def test_cached_equals_uncached(setup: Setup, alone: dict[str, SampleResponse]) -> None:
@@ -197,7 +194,7 @@ def test_the_adapters_differ(setup: Setup) -> None:
     logprobs = [
         setup.run([SampleItem(request_id="a", prompt=prompt, num_samples=1, params=params, weights=weights)])["a"]
         .sequences[0]
-        .logprobs.tolist()
+        .logprobs
         for weights in (None, "first", "second")
     ]
     assert logprobs[0] != logprobs[1] != logprobs[2] != logprobs[0]
