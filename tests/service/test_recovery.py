@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,32 @@ def test_failures_and_their_windows_are_not_forgotten(tmp_path: Path) -> None:
             with pytest.raises(IncompleteGradients):
                 await value(service, await again.step(1.0))
             await again.do("zero_grad")
+            await service.close()
+
+    run(test())
+
+
+def test_a_part_that_was_never_sent_is_missing_in_the_next_process_too(tmp_path: Path) -> None:
+    """A ``skip`` stands for it: of a forward_backward that could not be sent, or of a custom loss that raised."""
+
+    async def test() -> None:
+        for clean, custom in itertools.product((True, False), repeat=2):
+            home = tmp_path / f"{clean}{custom}"
+            service = await open_service(home)
+            trainer = await Trainer.create(service)
+            await value(service, await trainer.train([5]))
+            if custom:
+                await trainer.do("forward_keep", data=[datum([2, 3])])
+            await trainer.do("skip", params={"incomplete": True})
+            await (service.close() if clean else abandon(service))
+            service = await open_service(home)
+            again = await Trainer.attach(service, trainer.id)
+            with pytest.raises(IncompleteGradients):
+                await value(service, await again.step(1.0))
+            await again.do("zero_grad")
+            await value(service, await again.train([3]))
+            await value(service, await again.step(1.0))
+            assert await again.weight() == 3.0
             await service.close()
 
     run(test())
