@@ -177,6 +177,26 @@ def _check_activation(rows: int, before: int, width: int, activation: nn.Module)
     torch.testing.assert_close(alone.grad, reference.grad)
 
 
+@pytest.mark.parametrize(
+    "activation", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")], ids=["silu", "gelu", "tanh"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_activation_shared_among_threads_has_the_bits_of_small_parts(
+    activation: nn.Module, dtype: torch.dtype
+) -> None:
+    exact = ExactActivation(activation)
+    x = 3 * _random(512, 1024, seed=0).to(dtype)
+    whole, rows = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out_whole, out_rows = exact(whole), torch.cat([exact(part) for part in rows.split(7)])
+    assert torch.equal(out_whole, out_rows)
+    weights = _random(512, 1024, seed=1).to(dtype)
+    out_whole.backward(weights)
+    out_rows.backward(weights)
+    assert whole.grad is not None
+    assert rows.grad is not None
+    assert torch.equal(whole.grad, rows.grad)
+
+
 def test_bfloat16_rows_with_a_float32_adapter() -> None:
     pair = _pair(1)
     x, weight = _random(9, IN, seed=2).bfloat16(), _random(OUT, IN, seed=3).bfloat16()

@@ -29,6 +29,8 @@ _ALIGNMENT = 64
 _SERIAL_ELEMENTS = 255 * 64
 """Below the size from which ATen shares a loop among threads (32,768 elements; 16,384 for GELU), and
 a multiple of every CPU vector's length."""
+_SHARED_ELEMENTS = 32_768
+"""From this many elements a thread on ATen gives every thread one equal share of a loop."""
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -210,14 +212,22 @@ class MultiLoraLinear(nn.Module):
         return out_TN.view(*x.shape[:-1], out_TN.shape[-1])
 
 
+def _parts(flat: torch.Tensor) -> list[slice]:
+    """Parts of which ATen's loop, and every thread's share of it, are whole vectors."""
+    size, threads = flat.numel(), torch.get_num_threads()
+    if size >= threads * _SHARED_ELEMENTS and size % (64 * threads) == 0:
+        return [slice(0, size)]
+    return [slice(start, start + _SERIAL_ELEMENTS) for start in range(0, size, _SERIAL_ELEMENTS)]
+
+
 class _Elementwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         x, function = args
         flat = x.reshape(-1)
         out = torch.empty_like(flat)
-        for start in range(0, flat.numel(), _SERIAL_ELEMENTS):
-            out[start : start + _SERIAL_ELEMENTS] = function(flat[start : start + _SERIAL_ELEMENTS])
+        for part in _parts(flat):
+            out[part] = function(flat[part])
         ctx.save_for_backward(flat)
         ctx.function = function
         return out.view(x.shape)
@@ -227,8 +237,7 @@ class _Elementwise(torch.autograd.Function):
         (flat,) = ctx.saved_tensors
         dout = grads[0].reshape(-1)
         dx = torch.empty_like(flat)
-        for start in range(0, flat.numel(), _SERIAL_ELEMENTS):
-            part = slice(start, start + _SERIAL_ELEMENTS)
+        for part in _parts(flat):
             with torch.enable_grad():
                 x = flat[part].detach().requires_grad_()
                 dx[part] = torch.autograd.grad(ctx.function(x), x, dout[part])[0]
@@ -240,7 +249,7 @@ class ExactActivation(nn.Module):
 
     ATen's vectorised loops hand what does not fill a vector to a scalar twin that may round
     otherwise (SiLU does, in float32), at the end of the tensor and of every thread's share of it.
-    So: whole vectors only, and parts too small to be shared among threads.
+    So: whole vectors only, in parts that are shared among threads evenly or not at all.
     """
 
     def __init__(self, function: nn.Module) -> None:

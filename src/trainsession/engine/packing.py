@@ -43,11 +43,24 @@ def cut(lengths: Sequence[int], budget: int, item: int = 0) -> list[Microbatch]:
     return batches
 
 
-def plan(lengths_by_item: Sequence[Sequence[int]], budget: int) -> list[list[Microbatch]]:
+def tile_of(tokens: int, tiles: Sequence[int]) -> int:
+    """The smallest of the ascending ``tiles`` that holds so many tokens, else the largest."""
+    return next((tile for tile in tiles if tokens <= tile), tiles[-1])
+
+
+def plan(
+    lengths_by_item: Sequence[Sequence[int]], budget: int, tiles: Sequence[int] | None = None
+) -> list[list[Microbatch]]:
     """Packed passes over all items: each holds at most one microbatch of an item, in item order.
 
     Items take turns, so that a short call shares the first passes of a long one instead of waiting
     behind it. A pass stays within ``budget`` unless a single datum is longer.
+
+    Args:
+        lengths_by_item: Tokens of each datum, by item.
+        budget: Tokens of a pass.
+        tiles: Exact mode's row tiles, ascending: only microbatches of one tile (`tile_of`) share a
+            pass, so that a microbatch is computed in the tiles that it has alone.
     """
     queues = [cut(lengths, budget, item)[::-1] for item, lengths in enumerate(lengths_by_item)]
     passes: list[list[Microbatch]] = []
@@ -55,11 +68,16 @@ def plan(lengths_by_item: Sequence[Sequence[int]], budget: int) -> list[list[Mic
     while any(queues):
         current: list[Microbatch] = []
         room = budget
-        order = [*range(first, len(queues)), *range(first)]
-        for item in order:
-            if queues[item] and (not current or queues[item][-1].tokens <= room):
+        for item in (*range(first, len(queues)), *range(first)):
+            if not queues[item]:
+                continue
+            batch = queues[item][-1]
+            same_tile = (
+                tiles is None or not current or tile_of(batch.tokens, tiles) == tile_of(current[0].tokens, tiles)
+            )
+            if not current or (same_tile and batch.tokens <= room):
                 current.append(queues[item].pop())
-                room -= current[-1].tokens
+                room -= batch.tokens
         passes.append(sorted(current, key=lambda batch: batch.item))
         first = (first + 1) % len(queues)
     return passes

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ..errors import EngineError
-from .context import DECODE_TILE, PASS_TILE, PassContext, Segment
+from .context import DECODE_TILE, PASS_TILE, TRAINING_TILES, PassContext, Segment
 from .linear import row_products
 
 if TYPE_CHECKING:
@@ -118,7 +118,9 @@ def find_inexact(model: LoadedModel) -> str | None:
     if any("experts" in name for name, _ in model.causal.named_parameters()):
         return "its experts are products over however many rows are routed to them"
     for module in {module.weight.shape: module for module in model.lora_modules.values()}.values():
-        for tile in (DECODE_TILE, PASS_TILE):
+        # The unembedding never sees the larger tiles.
+        tiles = (PASS_TILE,) if module.group == "unembed" else TRAINING_TILES
+        for tile in (DECODE_TILE, *tiles):
             for weight_KN in (module.weight.t(), module.weight):
                 row = torch.linspace(-1, 1, weight_KN.shape[0], device=model.device).to(model.dtype)
                 with torch.inference_mode():

@@ -20,12 +20,12 @@ import torch
 
 from ..errors import InvalidDatum, InvalidRequest, NonFinite, NotFound, TrainSessionError
 from .api import TrainItem, TrainOutput
-from .context import PassContext, Segment
+from .context import PASS_TILE, TRAINING_TILES, PassContext, Segment
 from .logprobs import target_logprobs
 from .lora import Adapter
 from .loss_inputs import check_data
 from .model import LoadedModel
-from .packing import Microbatch, plan
+from .packing import Microbatch, plan, tile_of
 from .run import Run, TargetLayout
 from .varlen import VarlenAttention
 
@@ -172,10 +172,14 @@ class Trainer:
                 self._run_kept(run)
 
     def _run_packed(self, runs: list[Run]) -> None:
-        for batches in plan([run.lengths for run in runs], self.token_budget):
+        for batches in self._plan(runs):
             live = [batch for batch in batches if runs[batch.item].error is None]
             if live:
                 self._flow(runs, self._forward(runs, live))
+
+    def _plan(self, runs: list[Run]) -> list[list[Microbatch]]:
+        tiles = TRAINING_TILES if self.model.exact else None
+        return plan([run.lengths for run in runs], self.token_budget, tiles)
 
     def _run_kept(self, run: Run) -> None:
         forward_id = run.item.keep_graph
@@ -184,7 +188,7 @@ class Trainer:
             self.drop_graph(other)
         fits = sum(run.lengths) <= KEPT_BUDGETS * self.token_budget
         outputs: list[_PassOutput] = []
-        for batches in plan([run.lengths], self.token_budget):
+        for batches in self._plan([run]):
             output = self._forward([run], batches, keep=fits)
             run.absorb(output.layouts[0], output.logprobs_M, output.entropy_T)
             if run.error is not None:
@@ -220,7 +224,9 @@ class Trainer:
         graph = keep or bool(targets.needs_T.any())
         tokens_T = torch.cat([layout.input_T for layout in layouts]).to(self.model.device)
         positions_T = torch.cat([torch.arange(length) for length in lengths]).to(self.model.device)
-        context = PassContext(segments, VarlenAttention(lengths, exact=self.model.exact))
+        # All microbatches of a pass have the same tile.
+        tile = tile_of(batches[0].tokens, TRAINING_TILES) if self.model.exact else PASS_TILE
+        context = PassContext(segments, VarlenAttention(lengths, exact=self.model.exact), tile)
         with torch.set_grad_enabled(graph):
             h_TE = self.model.hidden(tokens_T, positions_T, context)
             logprobs_M, entropy_T = target_logprobs(

@@ -6,7 +6,9 @@ key/value heads, D head dimension.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, groupby
 
 import torch
@@ -104,11 +106,19 @@ class VarlenAttention:
     ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        # Older releases want as many key as query heads, newer ones to be told that there are fewer.
+        grouped = q_THD.shape[1] != k_TGD.shape[1]
+        flash = varlen_attn
+        if grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            flash = partial(varlen_attn, enable_gqa=True)
+        elif grouped:
+            repeats = q_THD.shape[1] // k_TGD.shape[1]
+            k_TGD, v_TGD = k_TGD.repeat_interleave(repeats, 1), v_TGD.repeat_interleave(repeats, 1)
         if self._bounds is None:
             bounds = [0, *accumulate(self.lengths)]
             self._bounds = torch.tensor(bounds, dtype=torch.int32, device=q_THD.device)
         longest = max(self.lengths)
-        out_THD = varlen_attn(
+        out_THD = flash(
             q_THD.contiguous(),
             k_TGD.contiguous(),
             v_TGD.contiguous(),
@@ -118,7 +128,6 @@ class VarlenAttention:
             longest,
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q_THD.shape[1] != k_TGD.shape[1],
         )
         assert isinstance(out_THD, torch.Tensor)
         return out_THD
