@@ -297,3 +297,13 @@ def test_a_forked_process_may_use_the_clients(service: ts.ServiceClient) -> None
         assert pipe.read().decode() == parent
     os.waitpid(child, 0)
     assert sampler.sample(TEXT, sampling_params=params).result(60).text == parent
+
+
+def test_a_model_by_a_relative_path(
+    service: ts.ServiceClient, models: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models / "models")
+    for path in ("./tiny-llama", Path("tiny-llama")):
+        with service.create_lora_training_client(path, rank=2) as trainer:
+            assert Path(trainer.base_model) == tiny_model.resolve()
+            assert trainer.get_tokenizer().encode("hello")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainsession as ts
 from bench.null_engine import MODEL, NullHost
@@ -19,25 +21,42 @@ def _one_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSESSION_HOME", str(tmp_path))
 
 
+class Gate:
+    """A custom loss that holds its session's queue until it is opened."""
+
+    def __init__(self) -> None:
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, data: list[ts.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        self.entered.set()
+        assert self.opened.wait(60)
+        return logprobs[0].sum(), {}
+
+
 def loop(trainer: ts.TrainingClient, batch: list[ts.Datum], steps: int) -> list[ts.OperationFuture[Any]]:
-    """Pipelined; each step needs a pass of its own."""
     return [future for _ in range(steps) for future in (trainer.forward_backward(batch), trainer.optim_step())]
 
 
 def test_a_restart_of_the_service_is_invisible(tmp_path: Path, batch: list[ts.Datum]) -> None:
-    with serving(tmp_path, lambda: NullHost(seconds_per_pass=0.1)) as url:
+    gate = Gate()
+    with serving(tmp_path, NullHost) as url:
         service = ts.ServiceClient(url)
         trainer = service.create_lora_training_client(MODEL, rank=1)
-        futures = loop(trainer, batch, 10)
-        futures[0].result(30)
-    assert not futures[-1].done()
+        before = loop(trainer, batch, 1)
+        custom = trainer.forward_backward_custom(batch, gate)
+        behind = [trainer.optim_step(), *loop(trainer, batch, 5)]
+        assert before[-1].result(30).metrics["step"] == 1
+        assert gate.entered.wait(30)
+    assert not custom.done()
     # Nobody answers now; what is called meanwhile waits too.
-    futures += loop(trainer, batch, 1)
+    behind += loop(trainer, batch, 1)
     with serving(tmp_path, NullHost, int(url.rsplit(":", 1)[1])):
-        norms = [future.result(30).metrics["grad_norm"] for future in futures[1::2]]
-        assert norms == [6.0] * 11, "each batch once"
-        assert futures[-1].result().metrics["step"] == 11
-        assert trainer.usage().total.train == 11 * 3
+        gate.opened.set()
+        assert custom.result(30).metrics["loss:sum"] == pytest.approx(3 * (-1 - 6e-4))
+        norms = [future.result(30).metrics["grad_norm"] for future in behind[::2]]
+        assert norms == [6.0] * 7, "each batch once"
+        assert behind[-1].result().metrics["step"] == 8
+        assert trainer.usage().total.train == 8 * 3
         service.close()
 
 
@@ -45,20 +64,23 @@ def test_a_service_that_stays_away_is_an_error_in_the_end(
     tmp_path: Path, batch: list[ts.Datum], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "PATIENCE", 1.0)
-    with serving(tmp_path, lambda: NullHost(seconds_per_pass=0.5)) as url:
+    gate = Gate()
+    with serving(tmp_path, NullHost) as url:
         service = ts.ServiceClient(url)
         trainer = service.create_lora_training_client(MODEL, rank=1)
-        futures = loop(trainer, batch, 6)
-        futures[0].result(30)
-    pending = [future for future in futures if not future.done()]
-    assert len(pending) > 4
+        futures: list[ts.OperationFuture[Any]] = [trainer.forward_backward_custom(batch, gate)]
+        futures += loop(trainer, batch, 3)
+        assert gate.entered.wait(30)
     started = time.monotonic()
-    late = loop(trainer, batch, 5)
-    for future in [*pending, *late]:
+    futures += loop(trainer, batch, 5)
+    for future in futures[1:]:
         with pytest.raises(ts.ConnectionFailed):
             future.result(30)
+    gate.opened.set()
+    with pytest.raises(ts.ConnectionFailed):
+        futures[0].result(30)
     assert time.monotonic() - started < 20
-    # It comes back after all: the session goes on, and the service has kept what it had taken.
+    # It comes back after all: the session goes on.
     with serving(tmp_path, NullHost, int(url.rsplit(":", 1)[1])):
         trainer.zero_grad().result(30)
         assert trainer.forward_backward(batch).result(30).metrics["loss:sum"] == 6.0

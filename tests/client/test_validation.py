@@ -124,7 +124,16 @@ def test_sampling_arguments(fake: FakeService, trainer: TrainingClient) -> None:
         sampler.sample([1], num_samples=1000, sampling_params=SamplingParams(max_tokens=5000))
     with pytest.raises(InvalidRequest, match="SamplingParams"):
         sampler.sample([1], sampling_params={"max_tokens": 3})  # type: ignore[call-overload]
+    with pytest.raises(InvalidRequest, match="chat messages are a list"):
+        sampler.sample({"role": "user", "content": "hello"})  # type: ignore[call-overload]
     assert fake.samples == []
+
+
+def test_a_text_or_a_function_where_none_belongs(trainer: TrainingClient, batch: list[Datum]) -> None:
+    with pytest.raises(InvalidRequest, match="got a string; encode it"):
+        Datum("hello", {"target_tokens": [1]})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="forward_backward_custom takes a function"):
+        trainer.forward_backward(batch, lambda data, logprobs: (logprobs[0].sum(), {}))  # type: ignore[arg-type]
 
 
 class _NothingEncoded:
