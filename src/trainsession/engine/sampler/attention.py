@@ -122,8 +122,8 @@ class PagedAttention:
         shared = heads // self._cache.num_kv_heads
         q_BGRD = q_THD[group.start : group.stop].view(batch, self._cache.num_kv_heads, shared, dim)
         padding = -shared % _row_multiple(q_THD.device)
-        if padding:
-            q_BGRD = F.pad(q_BGRD, (0, 0, 0, padding))
+        # Contiguous either way: the strides that the model hands out depend on the rows of the pass.
+        q_BGRD = F.pad(q_BGRD, (0, 0, 0, padding)) if padding else q_BGRD.contiguous()
         k_BGLD, v_BGLD = self._cache.gather(layer, group.cache_rows, batch)
         o_BGRD = F.scaled_dot_product_attention(q_BGRD, k_BGLD, v_BGLD, attn_mask=mask, scale=scale)
         return o_BGRD[:, :, :shared].reshape(batch, heads, dim)
