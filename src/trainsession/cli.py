@@ -69,7 +69,7 @@ def serve(
     from .transport.dev import serve_dev
 
     with _errors_as_exit():
-        serve_dev(host, port, (home or default_home()).absolute(), Console(stderr=True))
+        serve_dev(host, port, (home or default_home()).absolute(), _stderr())
 
 
 @app.command()
@@ -139,7 +139,7 @@ def usage(
     for row in rows:
         row["cost"] = f"{row['cost']:.6f} {report.currency}"
     _print_table(rows, ("session", "prefill", "prefill_cached", "sample", "train", "cost"))
-    Console(stderr=True).print(f"engine busy {report.busy_seconds:.1f} s of {report.wall_seconds:.1f} s")
+    _stderr().print(f"engine busy {report.busy_seconds:.1f} s of {report.wall_seconds:.1f} s")
 
 
 @app.command()
@@ -174,7 +174,7 @@ def delete(
     """
     with _client(base_url, api_key) as client:
         client.delete_checkpoint(path)
-    Console(stderr=True).print(f"deleted {path}", markup=False)
+    _stderr().print(f"deleted {path}", markup=False)
 
 
 @app.command()
@@ -198,8 +198,13 @@ def _errors_as_exit() -> Iterator[None]:
         yield
     except TrainSessionError as error:
         named = f" (request {error.request_id})" if error.request_id else ""
-        Console(stderr=True).print(f"error: {error.message}{named}", style="red", markup=False, highlight=False)
+        _stderr().print(f"error: {error.message}{named}", style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
+
+
+def _stderr() -> Console:
+    """For notices and errors; their lines stay whole, also in a log."""
+    return Console(stderr=True, soft_wrap=True)
 
 
 def _print(rows: Sequence[dict[str, Any]], columns: Sequence[str], as_json: bool) -> None:

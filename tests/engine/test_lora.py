@@ -134,11 +134,13 @@ def test_a_frozen_copy_does_not_move(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize(("name", "unembed"), [("llama", False), ("llama", True), ("qwen3", True)])
 def test_merged_export_has_equal_logits_in_transformers(
-    name: str, unembed: bool, loaded: Loaded, tmp_path: Path
+    name: str, unembed: bool, loaded: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = loaded(name)
     adapter = _adapter(model, train_unembed=unembed)
+    capsys.readouterr()
     export_merged(model, adapter, tmp_path)
+    assert capsys.readouterr().err == "", "transformers' progress bars"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     tokens = torch.arange(30)
     with torch.inference_mode():

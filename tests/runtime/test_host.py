@@ -75,6 +75,15 @@ def test_listed_are_the_bundle_the_model_cache_and_the_hubs_cache(cache: Path, i
     assert Catalog(cache).locate("org/net") == snapshot
 
 
+def test_an_adapters_directory_is_no_base_model(cache: Path, tmp_path: Path) -> None:
+    """transformers would load the adapter as a part of the base model, also where a model lies beside it."""
+    for directory in (tmp_path / "adapter", _write_config(tmp_path / "both")):
+        directory.mkdir(exist_ok=True)
+        (directory / "adapter_config.json").write_text("{}")
+        with pytest.raises(UnknownModel, match="PEFT adapter, which import_adapter"):
+            Catalog(cache).resolve(str(directory))
+
+
 @pytest.mark.usefixtures("not_installed")
 def test_an_absent_bundle_says_how_to_install_it(cache: Path) -> None:
     (model,) = Catalog(cache).list_base_models()

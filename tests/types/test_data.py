@@ -51,7 +51,7 @@ def test_model_input_grows_without_changing() -> None:
         ([[1, 2]], r"shape \(1, 2\)"),
         ([[1], [1, 2]], "ragged"),
         (["a"], "integers"),
-        ("text", "integers"),
+        ("text", "got a string"),
         ([None], "integers"),
         (5, r"shape \(\)"),
         (torch.zeros(1), "float32"),

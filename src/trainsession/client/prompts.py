@@ -45,6 +45,8 @@ def prompt_tokens(prompt: Any, tokenizer: Callable[[], Tokenizer], what: str = "
     Raises:
         InvalidRequest: an empty prompt, or something that is none.
     """
+    if isinstance(prompt, Mapping):
+        raise InvalidRequest(f"{what}: chat messages are a list of them, got one mapping", details={"key": "prompt"})
     if isinstance(prompt, str):
         tokens = as_tokens(tokenizer().encode(prompt), what)
     elif isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):

@@ -82,7 +82,7 @@ class ServiceClient:
 
     def create_lora_training_client(
         self,
-        base_model: str,
+        base_model: str | Path,
         rank: int = 32,
         alpha: float | None = None,
         seed: int | None = None,
@@ -100,7 +100,8 @@ class ServiceClient:
         """A new session with a fresh LoRA adapter. The model is loaded by its first operation.
 
         Args:
-            base_model: A name as in `list_base_models`.
+            base_model: A name as in `list_base_models`, or a local directory: an absolute path, ``./...``
+                or ``~/...``.
             rank: 1 to 256.
             alpha: The adapter is scaled by ``alpha / rank``; default 32.
             seed: Of the adapter's initial values; the same seed gives the same adapter. Default: drawn
@@ -198,7 +199,7 @@ class ServiceClient:
     # --- sampling clients -----------------------------------------------------------------
 
     def create_sampling_client(
-        self, base_model: str | None = None, *, path: str | None = None, model_path: str | None = None
+        self, base_model: str | Path | None = None, *, path: str | None = None, model_path: str | None = None
     ) -> SamplingClient:
         """A client that samples from a base model, or from a saved ``weights`` checkpoint.
 
@@ -252,7 +253,7 @@ class ServiceClient:
         return self._connection.io.run(checkpoint_files.download(self._connection.transport, path, directory))
 
     def import_adapter(
-        self, path: str | Path, *, base_model: str | None = None, name: str | None = None
+        self, path: str | Path, *, base_model: str | Path | None = None, name: str | None = None
     ) -> SaveWeightsResponse:
         """Make a PEFT adapter on this disk a ``weights`` checkpoint of the service.
 
@@ -266,13 +267,13 @@ class ServiceClient:
             Its path, for `create_sampling_client` or `create_training_client_from_state`.
         """
         files = checkpoint_files.read_adapter(path)
-        model = base_model or checkpoint_files.base_model_of(files["adapter_config.json"])
+        model = _model_name(base_model or checkpoint_files.base_model_of(files["adapter_config.json"]))
         name = name or Path(path).expanduser().resolve().name
         check_name(name)
         body = {"base_model": model, "name": name, "files": files}
         return read(SaveWeightsResponse, self._connection.call("POST", "/v1/adapters", body=body))
 
-    def get_tokenizer(self, base_model: str) -> Tokenizer:
+    def get_tokenizer(self, base_model: str | Path) -> Tokenizer:
         """A base model's tokenizer, handed out by the service."""
         return self._connection.tokenizer(_model_name(base_model))
 
@@ -371,6 +372,9 @@ def _http(base_url: str, api_key: str | None, project: str | None) -> Callable[[
 
 
 def _model_name(name: Any) -> str:
+    """A base model's name; a path as an absolute one, because the service may run in another directory."""
+    if isinstance(name, Path) or (isinstance(name, str) and name.startswith((".", "~"))):
+        return str(Path(name).expanduser().absolute())
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"base_model: expected a name as in list_base_models(), got {name!r}")
     return name

@@ -57,7 +57,7 @@ class SampleStream:
 
     @property
     def usage(self) -> Usage | None:
-        """What was metered, once the stream has ended."""
+        """What was metered, once the stream has ended; None where it was left early (the session's has it)."""
         return self._state.usage
 
     def __iter__(self) -> Self:

@@ -30,8 +30,12 @@ def check_batch(data: Sequence[Datum], loss_fn: str | None, config: Mapping[str,
 
     Raises:
         InvalidDatum: names the datum and the key.
-        InvalidRequest: no data, an unknown loss, or a wrong configuration key.
+        InvalidRequest: no data, an unknown loss (or a function in its place), or a wrong configuration key.
     """
+    if callable(loss_fn):
+        raise InvalidRequest(
+            "loss_fn: expected a loss's name; forward_backward_custom takes a function", details={"key": "loss_fn"}
+        )
     if isinstance(data, (Datum, Mapping, str)) or not isinstance(data, Sequence):
         raise InvalidRequest(f"data: expected a list of Datum, got {type(data).__name__}", details={"key": "data"})
     for index, datum in enumerate(data):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ..tokenization import BUNDLE_FILES
 from .lora import Adapter
-from .model import LoadedModel
+from .model import LoadedModel, without_progress_bars
 
 
 @torch.no_grad()
@@ -26,7 +26,8 @@ def export_merged(model: LoadedModel, adapter: Adapter, directory: str | Path) -
         directory: Made if absent; files of the same names are replaced.
     """
     directory = Path(directory)
-    merged = AutoModelForCausalLM.from_pretrained(model.path, dtype=model.dtype, local_files_only=True)
+    with without_progress_bars():
+        merged = AutoModelForCausalLM.from_pretrained(model.path, dtype=model.dtype, local_files_only=True)
     unembedding = cast(nn.Linear, merged.get_output_embeddings())
     embedding = cast(nn.Embedding, merged.get_input_embeddings())
     if model.unembedding_name in adapter.weights and unembedding.weight is embedding.weight:
@@ -37,7 +38,8 @@ def export_merged(model: LoadedModel, adapter: Adapter, directory: str | Path) -
         weight = merged.get_parameter(f"{name}.weight")
         delta = adapter.scale * (pair.B.float() @ pair.A.float())
         weight.copy_(weight.float() + delta.to(weight.device))
-    merged.save_pretrained(directory)
+    with without_progress_bars():
+        merged.save_pretrained(directory)
     for name in BUNDLE_FILES:
         if name != "generation_config.json" and (model.path / name).is_file():
             shutil.copyfile(model.path / name, directory / name)

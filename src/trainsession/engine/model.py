@@ -232,7 +232,7 @@ def load_model(
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     kind = _choose_dtype(dtype, on)
     _refuse_config(AutoConfig.from_pretrained(path, local_files_only=True), name)
-    with _without_progress_bars():
+    with without_progress_bars():
         causal = cast(
             PreTrainedModel,
             AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True, use_safetensors=True),
@@ -256,7 +256,7 @@ def load_model(
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """transformers draws a bar per load; ours is the runtime's to draw."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -79,6 +79,9 @@ class Catalog:
             UnknownModel: names the models that are available.
         """
         if os.path.isabs(name):
+            if (Path(name) / "adapter_config.json").is_file():
+                # transformers would load the adapter as part of the base model.
+                raise self._unknown(name, "that directory holds a PEFT adapter, which import_adapter() takes")
             if (Path(name) / "config.json").is_file():
                 return str(Path(name).resolve())
             raise self._unknown(name, "there is no config.json in that directory")

@@ -41,6 +41,8 @@ def as_tokens(value: Any, what: str = "tokens") -> npt.NDArray[np.int32]:
     """Token ids as a 1-D int32 array; anything that is not a whole number is refused."""
     if isinstance(value, ModelInput):
         return value.tokens
+    if isinstance(value, (str, bytes)):
+        raise InvalidRequest(f"{what}: expected token ids, got a string; encode it with the tokenizer first")
     try:
         array = as_array(value)
     except ValueError as error:
