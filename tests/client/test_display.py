@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.client.fake import FakeService
-from trainsession import Datum, SampledSequence, SampleResponse, SessionInfo, StorageError, Usage, UsageReport
+from trainsession import (
+    Datum,
+    SampledSequence,
+    SampleResponse,
+    ServiceClient,
+    SessionInfo,
+    StorageError,
+    Usage,
+    UsageReport,
+)
 from trainsession.client import progress
 from trainsession.client.checkpoint_files import download
 from trainsession.client.io_loop import io_loop
@@ -35,6 +44,15 @@ def test_reprs_are_one_short_line(trainer: TrainingClient, batch: list[Datum]) -
     assert "100 in all" in repr(response)
     assert "1,000,000 train; 0.250000 USD" in repr(usage)
     assert repr(future) == "<OperationFuture forward_backward, done>"
+
+
+def test_a_service_client_shows_its_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before its first call too, when it is still open which process serves the home."""
+    monkeypatch.delenv("TRAINSESSION_BASE_URL", raising=False)
+    monkeypatch.setenv("TRAINSESSION_HOME", str(tmp_path))
+    with ServiceClient() as embedded, ServiceClient("http://gpu-box:8000") as remote:
+        assert repr(embedded) == f"ServiceClient(embedded, home {tmp_path})"
+        assert repr(remote) == "ServiceClient(http://gpu-box:8000)"
 
 
 def test_html_escapes_what_a_model_wrote() -> None:

@@ -71,7 +71,7 @@ class ServiceClient:
             from ..transport.embedded import open_embedded
 
             embedded = open_embedded()
-            self._where = repr(embedded)
+            self._where = f"embedded, home {embedded.home}"
             self._connection = Connection(embedded.transport, embedded.close)
         else:
             self._where = self.base_url
