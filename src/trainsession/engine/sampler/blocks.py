@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -40,7 +40,8 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
-        self._free = deque(range(num_blocks))
+        self._free = list(reversed(range(num_blocks)))
+        """A stack: memory that was just used is handed out before memory that never was."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Cached blocks that nobody uses, least recently used first."""
         self._digest_of: dict[int, bytes] = {}
@@ -67,7 +68,7 @@ class BlockManager:
     def allocate(self) -> int:
         """A block of one's own; the least recently used cached one if no other is left."""
         if self._free:
-            block = self._free.popleft()
+            block = self._free.pop()
         else:
             block, _ = self._idle.popitem(last=False)
             del self._block_of[self._digest_of.pop(block)]
