@@ -258,6 +258,17 @@ def test_a_kept_forward_is_used_once_and_can_be_dropped(model: LoadedModel) -> N
         trainer.backward("f", gradients)
 
 
+def test_an_adapter_that_goes_away_takes_its_forward_along(model: LoadedModel) -> None:
+    trainer, a, b = Trainer(model), make_adapter(model, 0), make_adapter(model, 1)
+    data = sft_data(model, (5,))
+    gradients = ones_like(keep(trainer, a, data, "a"))
+    keep(trainer, b, data, "b")
+    trainer.forget(a)
+    with pytest.raises(NotFound):
+        trainer.backward("a", gradients)
+    trainer.backward("b", gradients)
+
+
 def test_an_adapter_keeps_one_forward(model: LoadedModel) -> None:
     trainer, a, b = Trainer(model), make_adapter(model, 0), make_adapter(model, 1)
     data = sft_data(model, (5,))

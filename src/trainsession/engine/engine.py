@@ -88,7 +88,9 @@ class LocalEngine:
 
     def drop_adapter(self, adapter_id: str) -> None:
         """Forget an adapter; unknown ids are fine."""
-        self._trained.pop(adapter_id, None)
+        trained = self._trained.pop(adapter_id, None)
+        if trained is not None:
+            self._trainer.forget(trained.adapter)
 
     def capture(self, adapter_id: str, *, optimizer: bool, gradients: bool = False) -> AdapterState:
         """A copy in host memory.

@@ -162,6 +162,11 @@ class Trainer:
         """Forget a kept forward; unknown ids are fine."""
         self._kept.pop(forward_id, None)
 
+    def forget(self, adapter: Adapter) -> None:
+        """Drop what is kept for an adapter that goes away."""
+        for forward_id in [key for key, kept in self._kept.items() if kept.adapter is adapter]:
+            self.drop_graph(forward_id)
+
     def _run(self, runs: list[Run]) -> None:
         """Runs of different adapters: all their passes, and their gradients added at the end."""
         with self._collecting([run for run in runs if run.trains]):
@@ -184,8 +189,7 @@ class Trainer:
     def _run_kept(self, run: Run) -> None:
         forward_id = run.item.keep_graph
         assert forward_id is not None
-        for other in [key for key, kept in self._kept.items() if kept.adapter is run.adapter]:
-            self.drop_graph(other)
+        self.forget(run.adapter)
         fits = sum(run.lengths) <= KEPT_BUDGETS * self.token_budget
         outputs: list[_PassOutput] = []
         for batches in self._plan([run]):
