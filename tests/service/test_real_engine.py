@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.service.driver import PROJECT, Trainer, datum, prompt, run, sample, serving, value
-from trainsession.errors import InvalidDatum, InvalidRequest
+from trainsession.errors import CheckpointMismatch, InvalidDatum, InvalidRequest
 from trainsession.runtime.host import LocalHost
 from trainsession.types import LoraConfig
 
@@ -212,3 +212,19 @@ def test_a_killed_process_costs_nothing_and_changes_no_bit(tmp_path: Path, tiny_
             assert usage[session_id].train == usage[fresh.id].train
 
     run(test(), 120)
+
+
+def test_a_session_is_not_continued_in_another_dtype(tmp_path: Path, tiny_model: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, LocalHost()) as service:
+            trainer = await Trainer.create(service, base_model=str(tiny_model), lora=LORA)
+            await loop(trainer, 1)
+        async with serving(tmp_path, LocalHost(dtype="bfloat16")) as service:
+            trainer = await Trainer.attach(service, trainer.id)
+            with pytest.raises(CheckpointMismatch, match=r"trained in float32.*loaded in bfloat16"):
+                await trainer.do("zero_grad")
+        async with serving(tmp_path, LocalHost()) as service:
+            trainer = await Trainer.attach(service, trainer.id)
+            await loop(trainer, 1)
+
+    run(test())

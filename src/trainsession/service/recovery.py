@@ -50,6 +50,14 @@ class Recovery:
                 f"{session.base_model} is {identity} now",
                 details={"expected": session.base_identity, "found": identity},
             )
+        dtype = handle.info.dtype
+        if session.dtype not in (None, dtype):
+            raise CheckpointMismatch(
+                f"session {session.id} was trained in {session.dtype}, and {session.base_model} is loaded in {dtype}: "
+                f"its steps would come out otherwise. Load it in {session.dtype}, or start a new session from a "
+                "state checkpoint",
+                details={"expected": session.dtype, "found": dtype},
+            )
         state, optimizer = await self._newest(session)
         await handle.call("add_adapter", session.id, session.lora)
         try:
@@ -59,9 +67,10 @@ class Recovery:
             await handle.call("drop_adapter", session.id)
             raise
         session.resident = True
-        if session.base_identity is None:
-            session.base_identity = identity
-            set_identity = sa.update(sessions).where(sessions.c.id == session.id).values(base_identity=identity)
+        if session.base_identity is None or session.dtype is None:
+            session.base_identity, session.dtype = identity, dtype
+            query = sa.update(sessions).where(sessions.c.id == session.id)
+            set_identity = query.values(base_identity=identity, dtype=dtype)
             self._store.write_lazily(lambda connection: connection.execute(set_identity))
 
     async def _newest(self, session: Session) -> tuple[AdapterState | None, bool]:

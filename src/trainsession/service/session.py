@@ -63,6 +63,8 @@ class Session:
     kind: str
     base_model: str
     base_identity: str | None
+    dtype: str | None
+    """Both of the engine that trained it first; None before that."""
     lora: LoraConfig | None
     on_failure: str
     state: str

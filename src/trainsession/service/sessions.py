@@ -329,6 +329,7 @@ def _session(row: Any) -> Session:
         kind=row["kind"],
         base_model=row["base_model"],
         base_identity=row["base_identity"],
+        dtype=row.get("dtype"),
         lora=None if row["lora"] is None else LoraConfig.from_wire(row["lora"]),
         on_failure=row["on_failure"],
         state=row["state"],

@@ -39,6 +39,7 @@ sessions = Table(
     Column("kind", String, nullable=False),
     Column("base_model", String, nullable=False),
     Column("base_identity", String),
+    Column("dtype", String),
     Column("lora", JSON),
     Column("state", String, nullable=False),
     Column("on_failure", String, nullable=False),

@@ -86,6 +86,7 @@ def upgrade() -> None:
         sa.Column("kind", sa.String(), nullable=False),
         sa.Column("base_model", sa.String(), nullable=False),
         sa.Column("base_identity", sa.String(), nullable=True),
+        sa.Column("dtype", sa.String(), nullable=True),
         sa.Column("lora", sa.JSON(), nullable=True),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("on_failure", sa.String(), nullable=False),
