@@ -6,6 +6,7 @@ Independent sources: transformers' own forward with PEFT, float64 formulas, fini
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainsession.engine.lora import Adapter
-from trainsession.engine.model import LoadedModel
+from trainsession.engine.model import LoadedModel, load_model
 from trainsession.engine.optim import AdamState, optim_step
 from trainsession.engine.trainer import Trainer
 from trainsession.types import AdamParams, Datum
@@ -136,6 +137,24 @@ def test_in_exact_mode_a_call_has_the_same_bits_alone_in_a_crowd_and_twice(model
     assert again.metrics == alone.metrics == outputs[1].metrics
     assert equal(take_gradients(mine), alone_grads)
     assert take_gradients(other)
+
+
+@pytest.mark.parametrize("lengths", [(9, 4), (150, 60), (300, 200)], ids=["tile128", "tile256", "tile512"])
+def test_bfloat16_on_the_cpu_is_exact_too(tiny_model: Path, lengths: tuple[int, ...]) -> None:
+    model = load_model(tiny_model, name="tiny", device="cpu", dtype="bfloat16")
+    assert model.exact
+    trainer, mine, other = Trainer(model), make_adapter(model, 0), make_adapter(model, 1)
+    data = rl_data(model, lengths)
+    alone = run(trainer, mine, data, "ppo")
+    alone_grads = take_gradients(mine)
+    outputs = run_all(
+        trainer,
+        [item(sft_data(model, (20, 5), seed=5), "cross_entropy", "other"), item(data, "ppo", "mine")],
+        {"mine": mine, "other": other},
+    )
+    assert arrays_equal(outputs[1].logprobs, alone.logprobs)
+    assert outputs[1].metrics == alone.metrics
+    assert equal(take_gradients(mine), alone_grads)
 
 
 @settings(deadline=None, max_examples=15)
