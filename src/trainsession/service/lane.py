@@ -72,6 +72,7 @@ class Lane:
         """Held while the engine runs an operation, or a session is moved in or out."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._preloading: asyncio.Future[list[EngineHandle | BaseException]] | None = None
         self._closing = False
 
     # --- what others ask of it ---------------------------------------------------------------
@@ -91,6 +92,11 @@ class Lane:
             if self._handle is None:
                 self._handle = await self._host.open(self.base_model)
             return self._handle
+
+    def preload(self) -> None:
+        """Load the engine in the background; its first use tries again, and raises, what fails now."""
+        if self._handle is None and self._preloading is None and not self._closing:
+            self._preloading = asyncio.gather(self.engine(), return_exceptions=True)
 
     def add(self, session: Session) -> None:
         self._sessions[session.id] = session
@@ -134,6 +140,8 @@ class Lane:
         """Let the present operation end, then save every session and the frozen weights."""
         self._closing = True
         self._wake.set()
+        if self._preloading is not None:
+            await self._preloading
         if self._task is not None:
             await self._task
         if self._handle is not None:

@@ -112,6 +112,7 @@ class Sessions:
             session = _session(values)
             self._live[session.id] = session
             self._lane_of(base_model).add(session)
+            self._lane_of(base_model).preload()
         return await self.info(project, session_id), epoch
 
     async def record_closed(

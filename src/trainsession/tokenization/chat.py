@@ -102,6 +102,10 @@ def _plain_messages(messages: Messages) -> list[dict[str, Any]]:
                 f"messages[{index}]: expected a map with a text 'role', got {message!r:.80}",
                 details={"key": "messages"},
             )
+        if len(message) == 1:
+            raise InvalidRequest(
+                f"messages[{index}] of role {message['role']!r} has no 'content'", details={"key": "messages"}
+            )
         plain = _plain(message, f"messages[{index}]")
         chat.append(_with_reasoning_names({key: value for key, value in plain.items() if value is not None}))
     return chat
