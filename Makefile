@@ -8,7 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INSTALL := -c requirements/constraints.txt -e '.[local,cookbook]' -r requirements/dev.txt
-PYTEST := $(BIN)/python -m pytest
+# Models in tests are tiny: a second OpenMP thread only waits for the first, at length on busy cores.
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-all lint format bench docs

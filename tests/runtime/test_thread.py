@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ class CountingEngine:
         self.running: dict[str, int] = {}
         self.cancelled: set[str] = set()
         self.trace: list[str] = []
-        self.step_error: Exception | None = None
+        self.step_errors: Iterator[Exception] = iter(())
         self.thread = threading.current_thread()
         self.closed = False
 
@@ -40,8 +41,8 @@ class CountingEngine:
 
     def step(self) -> list[SampleEvent]:
         self.trace.append("step")
-        if self.step_error is not None:
-            raise self.step_error
+        for error in self.step_errors:
+            raise error
         events: list[SampleEvent] = []
         for request_id, left in list(self.running.items()):
             ended = left == 1 or request_id in self.cancelled
@@ -166,14 +167,13 @@ def test_the_error_of_a_submit_arrives_as_an_event() -> None:
 
 def test_a_failing_step_ends_the_running_requests_and_nothing_else() -> None:
     async def test(engine: CountingEngine, thread: EngineThread) -> None:
-        sample = asyncio.create_task(_collect(thread, _item("a", 10_000_000)))
+        sample = asyncio.create_task(_collect(thread, _item("a", 10_000)))
         await thread.call("note", "warm-up")
-        engine.step_error = MemoryError("out of blocks")
+        engine.step_errors = iter([MemoryError("out of blocks")])
         last = (await sample)[-1]
         assert last.done
         assert isinstance(last.error, EngineError)
         assert engine.cancelled == {"a"}
-        engine.step_error = None
         assert await thread.call("note", "alive") == "ALIVE"
         assert (await _collect(thread, _item("b", 2)))[-1].error is None
 
@@ -182,7 +182,7 @@ def test_a_failing_step_ends_the_running_requests_and_nothing_else() -> None:
 
 def test_a_sampler_beyond_repair_refuses_and_does_not_spin() -> None:
     async def test(engine: CountingEngine, thread: EngineThread) -> None:
-        engine.step_error = MemoryError("broken")
+        engine.step_errors = itertools.repeat(MemoryError("broken"))
         first = await _collect(thread, _item("a", 5))
         assert isinstance(first[-1].error, EngineError)
         await asyncio.sleep(0.05)
