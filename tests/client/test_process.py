@@ -87,7 +87,7 @@ def test_ctrl_c_keeps_the_session_and_cancels_the_queue(tmp_path: Path) -> None:
         """
         service = ts.ServiceClient()
         trainer = service.create_lora_training_client("null", rank=1)
-        futures = [trainer.forward_backward(data) for _ in range(20)]
+        futures = [trainer.forward_backward(data) for _ in range(100)]
         futures[0].result()
         try:
             print("started", flush=True)
@@ -106,7 +106,7 @@ def test_ctrl_c_keeps_the_session_and_cancels_the_queue(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     cancelled, done, state = out.split()
-    assert int(cancelled) + int(done) == 20
+    assert int(cancelled) + int(done) == 100
     assert int(cancelled) >= 10
     assert state == "running"
 
