@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -72,7 +73,7 @@ class Lane:
         """Held while the engine runs an operation, or a session is moved in or out."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._preloading: asyncio.Future[list[EngineHandle | BaseException]] | None = None
+        self._preloading: asyncio.Future[Any] | None = None
         self._closing = False
 
     # --- what others ask of it ---------------------------------------------------------------
