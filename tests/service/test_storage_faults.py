@@ -74,8 +74,7 @@ def test_a_database_that_cannot_grow_loses_nothing(tmp_path: Path) -> None:
             await value(service, await trainer.train([3]))
             limit = [_pages(service)]
             writer = service.store.database._writer
-            event.listen(writer, "connect", lambda raw, _: raw.execute(f"PRAGMA max_page_count = {limit[0]}"))
-            writer.dispose()
+            event.listen(writer, "begin", lambda c: c.exec_driver_sql(f"PRAGMA max_page_count = {limit[0]}"))
             submitted: list[str] = []
             requests = [trainer.request("forward_backward", params=CROSS_ENTROPY, data=_batch(900)) for _ in range(100)]
 
@@ -86,7 +85,6 @@ def test_a_database_that_cannot_grow_loses_nothing(tmp_path: Path) -> None:
             with pytest.raises(StorageError, match="full"):
                 await fill()
             limit[0] = 1_000_000
-            writer.dispose()
             del requests[: len(submitted)]
             await fill()
             for operation_id in submitted:

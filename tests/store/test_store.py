@@ -17,8 +17,8 @@ from sqlalchemy.exc import IntegrityError
 
 from trainsession.errors import IncompatibleVersion, StorageError
 from trainsession.store.blobs import LocalBlobs
-from trainsession.store.database import Database, connect
-from trainsession.store.schema import SCHEMA_VERSION, meta, metadata
+from trainsession.store.database import Database, Prepared, connect
+from trainsession.store.schema import SCHEMA_VERSION, meta, metadata, projects
 from trainsession.store.store import INLINE_BYTES, Store
 from trainsession.store.upgrade import prepare, schema_of
 
@@ -101,6 +101,23 @@ def test_a_lazy_write_needs_no_commit_of_its_own_and_is_not_forgotten(tmp_path: 
         await database.close()
         database = Database.open(tmp_path / "service.db")
         assert await database.read(keys) == {"lazy", "now", "last"}
+        await database.close()
+
+    asyncio.run(test())
+
+
+def test_a_prepared_statement_binds_as_sqlalchemy_does(tmp_path: Path) -> None:
+    insert = sa.insert(projects)
+    row = {"id": "p", "busy_seconds": 2.5}
+
+    async def test() -> None:
+        database = Database.open(tmp_path / "service.db")
+        await database.write(lambda c: Prepared(insert, list(row)).run(c, row, row | {"id": "q"}))
+        find = Prepared(sa.select(projects.c.busy_seconds).where(projects.c.id == sa.bindparam("project")))
+        assert await database.read(lambda c: find.rows(c, {"project": "p"})) == [(2.5,)]
+        assert await database.read(lambda c: find.rows(c, {"project": "r"})) == []
+        with pytest.raises(sqlite3.IntegrityError):
+            await database.write(lambda c: Prepared(insert, list(row)).run(c, row))
         await database.close()
 
     asyncio.run(test())

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from .. import wire
 from ..errors import NotFound, SequenceConflict, SessionClosed, SessionFenced, TrainSessionError, from_wire
+from ..store.database import Prepared
 from ..store.schema import ledger, operations, sessions
 from ..store.store import Store, Stored
 from .bodies import Body, parse_packed
@@ -89,11 +90,12 @@ class OperationLog:
         """
 
         def write(connection: sa.Connection) -> Accepted:
-            row = connection.execute(_SESSION, {"session": session.id}).one()
-            _check_open(row, request.epoch)
-            same = connection.execute(
-                _SAME, {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
-            ).all()
+            found = _FIND.rows(
+                connection, {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
+            )
+            state, epoch, next_seq, *_ = found[0]
+            _check_open(state, epoch, request.epoch)
+            same = [_Logged(*row[3:]) for row in found if row[3] is not None]
             for old in same:
                 _check_same(old, request, body.sha256)
             if same:
@@ -101,7 +103,7 @@ class OperationLog:
             seq = request.seq
             if seq is None:
                 last = connection.execute(_LAST, {"session": session.id}).scalar() or 0
-                seq = max(last + 1, row.next_seq)
+                seq = max(last + 1, next_seq)
             now = time.time()
             values: dict[str, Any] = {
                 "id": new_id("op"),
@@ -119,7 +121,7 @@ class OperationLog:
                 "error": None if error is None else error.to_wire(),
                 **body.columns("body"),
             }
-            connection.execute(_INSERT, values)
+            _INSERT.run(connection, values)
             return Accepted(operation_id=values["id"], seq=seq, new=True)
 
         return await self._store.write(write)
@@ -143,7 +145,7 @@ class OperationLog:
                 ).all()
                 if old:
                     return _same_samples(rows, {row.idempotency_key: row for row in old})
-            connection.execute(_INSERT, list(rows))
+            connection.execute(sa.insert(operations), list(rows))
             return None
 
         return await self._store.write(write)
@@ -207,29 +209,62 @@ class OperationLog:
     def acknowledge(self, project: str, ids: Sequence[str]) -> None:
         """The client has these; a result that is acknowledged is deleted an hour later."""
         if ids:
-            query = (
-                sa.update(operations)
-                .where(operations.c.project == project, operations.c.id.in_(list(ids)))
-                .where(operations.c.finished_at.is_not(None), operations.c.acked_at.is_(None))
-                .values(acked_at=time.time())
-            )
-            self._store.write_lazily(lambda connection: connection.execute(query))
+            now = time.time()
+            calls = [{"operation": operation_id, "of": project, "now": now} for operation_id in ids]
+            self._store.write_lazily(lambda connection: _ACKNOWLEDGE.run(connection, *calls))
 
 
-_INSERT = sa.insert(operations)
-_SESSION = sa.select(sessions.c.epoch, sessions.c.state, sessions.c.next_seq).where(
-    sessions.c.id == sa.bindparam("session")
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """What `_FIND` says of an operation that has the number or the key already."""
+
+    id: str
+    seq: int
+    body_sha256: str
+    idempotency_key: str | None
+    kind: str
+
+
+_INSERT = Prepared(
+    sa.insert(operations),
+    [column.name for column in operations.c if column.name != "acked_at" and not column.name.startswith("result")],
+)
+_ACKNOWLEDGE = Prepared(
+    sa.update(operations)
+    .where(operations.c.id == sa.bindparam("operation"), operations.c.project == sa.bindparam("of"))
+    .where(operations.c.finished_at.is_not(None), operations.c.acked_at.is_(None))
+    .values(acked_at=sa.bindparam("now"))
+)
+# Both halves of the OR are unique keys: SQLite looks each up. With the session's id alone beside the
+# idempotency key it read the whole session for every operation.
+_FIND = Prepared(
+    sa.select(
+        sessions.c.state,
+        sessions.c.epoch,
+        sessions.c.next_seq,
+        operations.c.id,
+        operations.c.seq,
+        operations.c.body_sha256,
+        operations.c.idempotency_key,
+        operations.c.kind,
+    )
+    .outerjoin(
+        operations,
+        sa.or_(
+            sa.and_(operations.c.session_id == sessions.c.id, operations.c.seq == sa.bindparam("seq")),
+            sa.and_(
+                operations.c.project == sessions.c.project,
+                operations.c.scope == sessions.c.id,
+                operations.c.idempotency_key == sa.bindparam("key"),
+            ),
+        ),
+    )
+    .where(sessions.c.id == sa.bindparam("session"))
 )
 _LAST = sa.select(sa.func.max(operations.c.seq)).where(operations.c.session_id == sa.bindparam("session"))
-_SAME = sa.select(
-    operations.c.id, operations.c.seq, operations.c.body_sha256, operations.c.idempotency_key, operations.c.kind
-).where(
-    operations.c.session_id == sa.bindparam("session"),
-    sa.or_(operations.c.seq == sa.bindparam("seq"), operations.c.idempotency_key == sa.bindparam("key")),
-)
-_FINISH = (
+_FINISH = Prepared(
     sa.update(operations)
-    .where(operations.c.id == sa.bindparam("operation"), operations.c.state == "queued")
+    .where(operations.c.id == sa.bindparam("operation"), operations.c.state == sa.literal_column("'queued'"))
     .values(
         state=sa.bindparam("new_state"),
         finished_at=sa.bindparam("now"),
@@ -241,8 +276,8 @@ _FINISH = (
     .returning(operations.c.session_id, operations.c.seq, operations.c.project)
 )
 
-_CHARGE = sa.insert(ledger)
-_ADVANCE = (
+_CHARGE = Prepared(sa.insert(ledger), [column.name for column in ledger.c if column.name != "id"])
+_ADVANCE = Prepared(
     sa.update(sessions)
     .where(sessions.c.id == sa.bindparam("session"), sessions.c.next_seq <= sa.bindparam("seq"))
     .values(
@@ -257,8 +292,8 @@ _ADVANCE = (
 def _finish(connection: sa.Connection, ending: Ending) -> None:
     now = time.time()
     stored = ending.result
-    row = connection.execute(
-        _FINISH,
+    found = _FINISH.rows(
+        connection,
         {
             "operation": ending.operation_id,
             "new_state": ending.state,
@@ -268,15 +303,16 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
             "new_sha256": None if stored is None else stored.sha256,
             "new_blob": None if stored is None else stored.blob,
         },
-    ).one_or_none()
-    if row is None:  # it had ended before: one end each, so nothing is metered twice
+    )
+    if not found:  # it had ended before: one end each, so nothing is metered twice
         return
+    session_id, seq, project = found[0]
     if ending.charges:
-        connection.execute(
-            _CHARGE,
-            [
+        _CHARGE.run(
+            connection,
+            *(
                 {
-                    "project": row.project,
+                    "project": project,
                     "session_id": ending.payer,
                     "operation_id": ending.operation_id,
                     "base_model": ending.base_model,
@@ -287,18 +323,18 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
                     "created_at": now,
                 }
                 for charge in ending.charges
-            ],
+            ),
         )
     if ending.refund is not None:
         _refund(connection, ending, now)
     if ending.advance is not None:
         # Of two operations whose results are written in the other order, the later one's state stays.
-        connection.execute(
-            _ADVANCE,
+        _ADVANCE.run(
+            connection,
             {
-                "session": row.session_id,
-                "seq": row.seq,
-                "following": row.seq + 1,
+                "session": session_id,
+                "seq": seq,
+                "following": seq + 1,
                 "now": now,
                 "new_step": ending.advance.step,
                 "new_progress": ending.advance.progress,
@@ -320,10 +356,10 @@ def _refund(connection: sa.Connection, ending: Ending, now: float) -> None:
         connection.execute(sa.insert(ledger), rows)
 
 
-def _check_open(row: Any, epoch: int | None) -> None:
-    if row.state == "closed":
+def _check_open(state: str, present: int, epoch: int | None) -> None:
+    if state == "closed":
         raise SessionClosed("the session is closed; create a new one, from a checkpoint where you have one")
-    check_epoch(row.epoch, epoch)
+    check_epoch(present, epoch)
 
 
 def check_epoch(present: int, epoch: int | None) -> None:
@@ -335,7 +371,7 @@ def check_epoch(present: int, epoch: int | None) -> None:
         )
 
 
-def _check_same(old: Any, request: OperationRequest, sha256: str) -> None:
+def _check_same(old: _Logged, request: OperationRequest, sha256: str) -> None:
     by_key = bool(request.idempotency_key) and old.idempotency_key == request.idempotency_key
     what = f"idempotency key {request.idempotency_key!r}" if by_key else f"sequence number {old.seq}"
     details = {"seq": old.seq, "operation_id": old.id}
