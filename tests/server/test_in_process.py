@@ -23,7 +23,7 @@ def in_process(service: ScriptedService) -> InProcess:
 
 
 async def poll(calls: InProcess, body: bytes) -> WholeAnswer:
-    return await asyncio.wrap_future(calls.start("POST", b"/v1/results", JSON, body))
+    return await calls.call("POST", b"/v1/results", JSON, body)
 
 
 def test_answers_and_errors_are_those_of_the_socket() -> None:
@@ -32,7 +32,7 @@ def test_answers_and_errors_are_those_of_the_socket() -> None:
         answer = await poll(calls, b'{"wait": ["op_ready"], "timeout": 30}')
         assert answer.status == 200
         assert unpack(b"".join(answer.parts))["results"][0]["operation_id"] == "op_ready"
-        answer = await asyncio.wrap_future(calls.start("GET", b"/v1/checkpoints?nonsense=1", [], b""))
+        answer = await calls.call("GET", b"/v1/checkpoints?nonsense=1", [], b"")
         assert answer.status == 422
         assert b"query.nonsense" in b"".join(answer.parts)
         assert dict(answer.headers)[b"x-trainsession-protocol"] == b"1"
@@ -64,6 +64,6 @@ def test_draining_waits_for_calls_and_takes_no_new_ones() -> None:
         assert running.done() or (await asyncio.wait_for(running, 1)).status == 200
         assert running.result().status == 200
         with pytest.raises(ConnectionRefusedError):
-            calls.start("GET", b"/v1/health", [], b"")
+            await calls.call("GET", b"/v1/health", [], b"")
 
     asyncio.run(main())

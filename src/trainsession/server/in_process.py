@@ -7,9 +7,9 @@ service's owner needs none of it. The application, the guard and every error are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
@@ -36,8 +36,8 @@ class InProcess:
         self._running = 0
         self._idle = asyncio.Event()
 
-    def start(self, method: str, target: bytes, headers: RawHeaders, body: bytes) -> Future[WholeAnswer]:
-        """Begin a call, from any thread. Cancelling the future is hanging up: the call itself goes on.
+    async def call(self, method: str, target: bytes, headers: RawHeaders, body: bytes) -> WholeAnswer:
+        """One call, from any event loop. Cancelling it is hanging up: the call itself goes on.
 
         Args:
             target: Path and query as they stand in a request line.
@@ -45,12 +45,41 @@ class InProcess:
 
         Raises:
             ConnectionRefusedError: the service stops, or has stopped.
+            CancelledError: also when the service stopped before it answered.
         """
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[WholeAnswer] = loop.create_future()
+        hung_up = asyncio.Event()
+
+        def begin() -> None:
+            task = self._loop.create_task(self._run(_scope(method, target, headers), body, hung_up))
+            task.add_done_callback(tell)
+
+        def tell(task: asyncio.Task[WholeAnswer]) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop has ended
+                loop.call_soon_threadsafe(end, task)
+
+        def end(task: asyncio.Task[WholeAnswer]) -> None:
+            if answered.done():
+                return
+            if task.cancelled():
+                answered.cancel()
+            elif (error := task.exception()) is not None:
+                answered.set_exception(error)
+            else:
+                answered.set_result(task.result())
+
         with self._mutex:
             if not self._is_open:
                 raise ConnectionRefusedError("the service of this process has stopped")
             self._running += 1
-            return asyncio.run_coroutine_threadsafe(self._call(method, target, headers, body), self._loop)
+            self._loop.call_soon_threadsafe(begin)
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            with contextlib.suppress(RuntimeError):  # ours has ended
+                self._loop.call_soon_threadsafe(hung_up.set)
+            raise
 
     async def drain(self, timeout: float) -> None:
         """Take no more calls and wait until those under way have ended."""
@@ -62,15 +91,6 @@ class InProcess:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:
             return  # the loop cancels what is left
-
-    async def _call(self, method: str, target: bytes, headers: RawHeaders, body: bytes) -> WholeAnswer:
-        hung_up = asyncio.Event()
-        request = asyncio.create_task(self._run(_scope(method, target, headers), body, hung_up))
-        try:
-            return await asyncio.shield(request)
-        except asyncio.CancelledError:
-            hung_up.set()
-            raise
 
     async def _run(self, scope: Scope, body: bytes, hung_up: asyncio.Event) -> WholeAnswer:
         answer = WholeAnswer()

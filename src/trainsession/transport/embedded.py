@@ -189,10 +189,10 @@ class _HomeConnection(httpx.AsyncBaseTransport):
 
 async def _call(service: InProcess, request: httpx.Request) -> httpx.Response:
     headers = [(name.lower(), value) for name, value in request.headers.raw]
-    call = service.start(request.method, request.url.raw_path, headers, await request.aread())
     seconds = request.extensions["timeout"]["read"]
     try:
-        answer = await asyncio.wait_for(asyncio.wrap_future(call), seconds)
+        async with asyncio.timeout(seconds):
+            answer = await service.call(request.method, request.url.raw_path, headers, await request.aread())
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no answer within {seconds} s", request=request) from error
     except asyncio.CancelledError:
@@ -200,7 +200,7 @@ async def _call(service: InProcess, request: httpx.Request) -> httpx.Response:
         if task is not None and task.cancelling():
             raise
         raise httpx.RemoteProtocolError("the service stopped before it answered", request=request) from None
-    return httpx.Response(answer.status, headers=answer.headers, stream=httpx.ByteStream(b"".join(answer.parts)))
+    return httpx.Response(answer.status, headers=answer.headers, content=b"".join(answer.parts))
 
 
 _services: dict[Path, EmbeddedService] = {}

@@ -92,6 +92,8 @@ class Transport:
             verify=url.scheme == "https",
             limits=LIMITS,
         )
+        self._connection = connection
+        self._headers = dict(self._client.headers)
 
     def __repr__(self) -> str:
         return f"Transport({self.base_url})"
@@ -135,10 +137,10 @@ class Transport:
                 json=json,
                 content=content,
                 params=_present(params),
-                headers={**self._client.headers, **headers, ATTEMPT_HEADER: str(attempt)},
+                headers={**self._headers, **headers, ATTEMPT_HEADER: str(attempt)},
                 extensions={"timeout": _timeout(timeout).as_dict(), WHOLE_ANSWER: True},
             )
-            response = await self._client.send(request)
+            response = await self._send(request)
             self._check(response.status_code, response.headers, response.content)
             return await _decode(response.headers, response.content)
 
@@ -216,6 +218,20 @@ class Transport:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        """The whole answer."""
+        if self._connection is None:
+            return await self._client.send(request)
+        # A service on this machine has no cookies, logins, redirects or proxies, and looking for them
+        # takes longer than the way there.
+        response = await self._connection.handle_async_request(request)
+        try:
+            await response.aread()
+        except BaseException:
+            await response.aclose()
+            raise
+        return response
 
     async def _frames(self, path: str, params: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         buffer = bytearray()
