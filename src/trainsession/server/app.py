@@ -47,6 +47,7 @@ def create_app(
     app.state.service = service
     app.state.authenticate = authenticate
     app.state.closing = closing
+    app.include_router(native.hot)
     app.include_router(native.router)
     app.include_router(native.public)
     for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):

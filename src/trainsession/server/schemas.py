@@ -256,6 +256,7 @@ class SavedBody(Answer):
 DESCRIBED: tuple[type[PydanticModel], ...] = (
     OperationBody,
     SamplesBody,
+    PollBody,
     AdapterBody,
     MetricsBody,
     TokenizerBundle,

@@ -20,25 +20,25 @@ from ...types import SessionInfo
 from ...wire import MEDIA_TYPE, pack
 from .. import schemas
 from ..auth import Project, authenticated
+from ..plain_route import PlainRoute
 from ..responses import MsgpackResponse, error_body, media_type, unpack_body
 from ..waiting import unless_closing, while_connected
 
+JSON = "application/json"
 FRAMES_MEDIA_TYPE = "application/vnd.trainsession.v1+msgpack-frames"
 """uint32 little-endian length, then that many bytes of msgpack; again and again."""
 _FRAME_LENGTH = struct.Struct("<I")
 _ERROR_SCHEMA = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
 # Errors are JSON on every route; FastAPI would give a "model" the media type of the route.
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"content": {"application/json": _ERROR_SCHEMA}, "description": "A trainsession error."}
-    for status in ("4XX", "5XX", 422)
+    status: {"content": {JSON: _ERROR_SCHEMA}, "description": "A trainsession error."} for status in ("4XX", "5XX", 422)
 }
 
 
-def _msgpack(body: type[PydanticModel], *, json_too: bool = False) -> dict[str, Any]:
-    """OpenAPI of a msgpack request body: its media type and its logical structure."""
+def _reads(body: type[PydanticModel], *media_types: str) -> dict[str, Any]:
+    """OpenAPI of a request body that the endpoint reads itself: its media types and its logical structure."""
     schema = {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}
-    content = {MEDIA_TYPE: schema, **({"application/json": schema} if json_too else {})}
-    return {"requestBody": {"required": True, "content": content}}
+    return {"requestBody": {"required": True, "content": dict.fromkeys(media_types, schema)}}
 
 
 def _answers(body: type[PydanticModel], others: dict[int | str, Any] | None = None) -> dict[str, Any]:
@@ -67,16 +67,19 @@ ServiceOf = Annotated[Service, Depends(_service)]
 public = APIRouter(prefix="/v1", tags=["service"])
 """Needs no key: says that a service is here, and which."""
 router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)], responses=_ERRORS)
+hot = APIRouter(
+    prefix="/v1", tags=["operations"], dependencies=[Depends(authenticated)], responses=_ERRORS, route_class=PlainRoute
+)
+"""The calls of every operation and sample; goes before the others, as routes are tried in order."""
 
 
-# --- operations, samples, results: first, since routes are tried in order and these are the hot ones ---
+# --- operations, samples, results ------------------------------------------------------------
 
 
-@router.post(
+@hot.post(
     "/sessions/{session_id}/operations",
-    tags=["operations"],
     response_model=schemas.OperationAccepted,
-    openapi_extra=_msgpack(schemas.OperationBody),
+    openapi_extra=_reads(schemas.OperationBody, MEDIA_TYPE),
 )
 async def submit(session_id: str, request: Request, project: Project, service: ServiceOf) -> Response:
     """Submit one operation; answered once it is durable."""
@@ -90,11 +93,10 @@ async def cancel(operation_id: str, project: Project, service: ServiceOf) -> Res
     return JSONResponse({"cancelled": await service.cancel(project, operation_id)})
 
 
-@router.post(
+@hot.post(
     "/samples",
-    tags=["operations"],
     response_model=schemas.SamplesAccepted,
-    openapi_extra=_msgpack(schemas.SamplesBody),
+    openapi_extra=_reads(schemas.SamplesBody, MEDIA_TYPE),
 )
 async def submit_samples(request: Request, project: Project, service: ServiceOf) -> Response:
     """Submit sampling requests, all or none; answered once they are durable."""
@@ -109,9 +111,10 @@ async def submit_samples(request: Request, project: Project, service: ServiceOf)
     return JSONResponse({"operation_ids": ids})
 
 
-@router.post("/results", tags=["operations"], **_answers(schemas.ResultsBody))
-async def poll_results(body: schemas.PollBody, request: Request, project: Project, service: ServiceOf) -> Response:
+@hot.post("/results", openapi_extra=_reads(schemas.PollBody, JSON), **_answers(schemas.ResultsBody))
+async def poll_results(request: Request, project: Project, service: ServiceOf) -> Response:
     """A long poll: answered when one of ``wait`` has ended, or after ``timeout`` seconds."""
+    body = schemas.PollBody.model_validate_json(await request.body())
     poll = service.results(project, body.wait, body.ack, body.timeout)
     results = await while_connected(request, poll) if body.timeout else await poll
     return MsgpackResponse(
@@ -233,7 +236,7 @@ async def close_session(session_id: str, project: Project, service: ServiceOf) -
     "/sessions/{session_id}/log",
     tags=["sessions"],
     response_model=dict[str, Any],
-    openapi_extra=_msgpack(schemas.MetricsBody, json_too=True),
+    openapi_extra=_reads(schemas.MetricsBody, MEDIA_TYPE, JSON),
 )
 async def log_metrics(session_id: str, request: Request, project: Project, service: ServiceOf) -> Response:
     """Append to the session's metrics log; as msgpack a NaN stays a NaN."""
@@ -289,7 +292,10 @@ async def checkpoint_file(
 
 
 @router.post(
-    "/adapters", tags=["checkpoints"], response_model=schemas.SavedBody, openapi_extra=_msgpack(schemas.AdapterBody)
+    "/adapters",
+    tags=["checkpoints"],
+    response_model=schemas.SavedBody,
+    openapi_extra=_reads(schemas.AdapterBody, MEDIA_TYPE),
 )
 async def import_adapter(request: Request, project: Project, service: ServiceOf) -> Response:
     """A PEFT adapter becomes a ``weights`` checkpoint."""
