@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainsession.engine.context import DECODE_TILE, PASS_TILE, PassContext, Segment, running
-from trainsession.engine.linear import ExactActivation, LoraRows, MultiLoraLinear, multi_lora_product, row_products
+from trainsession.engine.linear import FrozenLayer, LoraRows, MultiLoraLinear, find_siblings, multi_lora_products
 from trainsession.engine.lora import Adapter, LoraPair
 from trainsession.types import LoraConfig
 
@@ -123,84 +120,10 @@ def test_exact_rows_and_gradients_do_not_depend_on_neighbours(before: int, mine:
         assert torch.equal(alone, crowded)
 
 
-@settings(max_examples=30, deadline=None)
-@given(rows=st.integers(1, 300), offset=st.integers(0, 5), tile=st.sampled_from([DECODE_TILE, PASS_TILE]))
-def test_row_products_are_the_same_bits_for_any_number_of_rows(rows: int, offset: int, tile: int) -> None:
-    x, weight = _random(310, 33, seed=1), _random(33, 47, seed=2)
-    whole = row_products(x, weight, tile)
-    torch.testing.assert_close(whole, x @ weight)
-    # ``offset`` rows of 33 floats: a start that is not aligned to anything.
-    assert torch.equal(row_products(x[offset : offset + rows], weight, tile), whole[offset : offset + rows])
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    rows=st.integers(1, 40),
-    before=st.integers(0, 200),
-    width=st.sampled_from([40, 64, 96, 1536]),
-    activation=st.sampled_from([nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")]),
-    threads=st.sampled_from([1, 3, 5]),
-)
-def test_activations_are_the_same_bits_anywhere(
-    rows: int, before: int, width: int, activation: nn.Module, threads: int
-) -> None:
-    # Threads that don't divide the elements into whole vectors.
-    with _threads(threads):
-        _check_activation(rows, before, width, activation)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _check_activation(rows: int, before: int, width: int, activation: nn.Module) -> None:
-    exact = ExactActivation(activation)
-    x = 3 * _random(rows, width, seed=rows)
-    crowd = torch.cat([_random(before, width, seed=1), x, _random(3, width, seed=2)]).requires_grad_()
-    alone = x.clone().requires_grad_()
-    out_crowd, out_alone = exact(crowd), exact(alone)
-    assert torch.equal(out_alone, out_crowd[before : before + rows])
-    torch.testing.assert_close(out_alone, activation(x))
-    out_crowd.sum().backward()
-    out_alone.sum().backward()
-    assert alone.grad is not None
-    assert crowd.grad is not None
-    assert torch.equal(alone.grad, crowd.grad[before : before + rows])
-    reference = x.clone().requires_grad_()
-    activation(reference).sum().backward()
-    torch.testing.assert_close(alone.grad, reference.grad)
-
-
-@pytest.mark.parametrize(
-    "activation", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")], ids=["silu", "gelu", "tanh"]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_activation_shared_among_threads_has_the_bits_of_small_parts(
-    activation: nn.Module, dtype: torch.dtype
-) -> None:
-    exact = ExactActivation(activation)
-    x = 3 * _random(512, 1024, seed=0).to(dtype)
-    whole, rows = x.clone().requires_grad_(), x.clone().requires_grad_()
-    out_whole, out_rows = exact(whole), torch.cat([exact(part) for part in rows.split(7)])
-    assert torch.equal(out_whole, out_rows)
-    weights = _random(512, 1024, seed=1).to(dtype)
-    out_whole.backward(weights)
-    out_rows.backward(weights)
-    assert whole.grad is not None
-    assert rows.grad is not None
-    assert torch.equal(whole.grad, rows.grad)
-
-
 def test_bfloat16_rows_with_a_float32_adapter() -> None:
     pair = _pair(1)
     x, weight = _random(9, IN, seed=2).bfloat16(), _random(OUT, IN, seed=3).bfloat16()
-    out = multi_lora_product(x, weight, tile=None, spans=[LoraRows(0, 9, 0.5)], pairs=[pair])
+    (out,) = multi_lora_products(x, [FrozenLayer(weight)], tile=None, rows=[LoraRows(0, 9, 0.5, [pair])])
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     expected = x.float() @ weight.float().t() + 0.5 * x.float() @ pair.A.detach().t() @ pair.B.detach().t()
@@ -220,3 +143,105 @@ def test_frozen_rows_keep_no_input_for_the_backward() -> None:
     out = _run(layer, _random(6, IN, seed=1).requires_grad_(), [Segment(None, 0, 6)])
     saved = [tensor for tensor in out.grad_fn.next_functions[0][0].saved_tensors if tensor is not None]  # type: ignore[union-attr]
     assert [tuple(tensor.shape) for tensor in saved] == [(OUT, IN)]
+
+
+class _Block(nn.Module):
+    """Two layers that share their input, and one that has its own."""
+
+    def __init__(self, exact: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([])
+        for index, (rows, columns) in enumerate([(OUT, IN), (OUT, IN), (IN, OUT)]):
+            base = nn.Linear(columns, rows, bias=False).requires_grad_(False)
+            base.weight.copy_(_random(rows, columns, seed=20 + index))
+            layer = MultiLoraLinear(base, f"layer{index}", "other")
+            layer.exact = exact
+            self.layers.append(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = self.layers
+        return down(torch.tanh(gate(x)) * up(x))
+
+
+def _block_adapter(seed: int, names: list[str]) -> Adapter:
+    shapes = {"layer0": (IN, OUT), "layer1": (IN, OUT), "layer2": (OUT, IN)}
+    weights = {
+        name: LoraPair(
+            nn.Parameter(_random(RANK, shapes[name][0], seed=seed + i)),
+            nn.Parameter(_random(shapes[name][1], RANK, seed=seed + 10 + i)),
+        )
+        for i, name in enumerate(names)
+    }
+    return Adapter(LoraConfig(rank=RANK, alpha=6.0), weights)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_layers_with_one_input_compute_together_and_give_what_they_give_alone(exact: bool) -> None:
+    """Adapters that train all, one or none of the siblings; values and gradients."""
+    segments = [
+        Segment(_block_adapter(1, ["layer0", "layer1", "layer2"]), 0, 7),
+        Segment(None, 7, 9),
+        Segment(_block_adapter(2, ["layer1"]), 9, 23),
+    ]
+    parameters = [p for segment in segments if segment.adapter for p in segment.adapter.parameters()]
+
+    def run(block: _Block) -> list[torch.Tensor]:
+        x = _random(23, IN, seed=9).requires_grad_()
+        context = PassContext(segments, _Unused(), PASS_TILE)
+        with running(context):
+            out = block(x)
+        assert context.ready == {}
+        gradients = torch.autograd.grad(out, [x, *parameters], _random(23, IN, seed=10))
+        return [out, *gradients]
+
+    apart, together = _Block(exact), _Block(exact)
+    with running(PassContext(segments, _Unused(), PASS_TILE)):
+        find_siblings(list(together.layers), lambda: together(_random(23, IN, seed=1)))  # type: ignore[arg-type]
+    gate, up, down = together.layers
+    assert gate.siblings == up.siblings == (gate, up)
+    assert down.siblings == (down,)
+    for one, other in zip(run(apart), run(together), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_sibling_that_is_called_with_another_tensor_computes_for_it() -> None:
+    block = _Block(exact=False)
+    gate, up = block.layers[0], block.layers[1]
+    segments = [Segment(None, 0, 5)]
+    x, other = _random(5, IN, seed=1), _random(5, IN, seed=2)
+    with running(PassContext(segments, _Unused())):
+        find_siblings([gate, up], lambda: (gate(x), up(x)))  # type: ignore[list-item]
+        out = gate(x), up(other)
+    torch.testing.assert_close(out[0], x @ gate.weight.t())  # type: ignore[operator]
+    torch.testing.assert_close(out[1], other @ up.weight.t())  # type: ignore[operator]
+
+
+def test_an_output_that_nobody_uses_gets_no_gradient() -> None:
+    block = _Block(exact=False)
+    gate, up = block.layers[0], block.layers[1]
+    adapter = _block_adapter(1, ["layer0", "layer1"])
+    x = _random(5, IN, seed=1).requires_grad_()
+    with running(PassContext([Segment(adapter, 0, 5)], _Unused())):
+        find_siblings([gate, up], lambda: (gate(x), up(x)))  # type: ignore[list-item]
+        gate(x)
+        used = up(x)
+    used.sum().backward()
+    unused = adapter.weights["layer0"]
+    assert unused.B.grad is None
+    assert unused.A.grad is None or not unused.A.grad.any()
+    pair = adapter.weights["layer1"]
+    expected = (up.weight + 6.0 / RANK * pair.B @ pair.A).sum(0).expand(5, -1)  # type: ignore[operator]
+    torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_sampling_passes_use_the_packed_weight_and_training_passes_do_not() -> None:
+    layer = _layer(exact=True, bias=True)
+    layer.packs = True
+    x, adapter = _random(7, IN, seed=1), _adapter(1)
+    outs = []
+    for sampling in (False, True):
+        with torch.no_grad(), running(PassContext([Segment(adapter, 0, 7)], _Unused(), sampling=sampling)):
+            outs.append(layer(x))
+        assert (layer._packed is not None) == sampling
+    torch.testing.assert_close(outs[1], outs[0])

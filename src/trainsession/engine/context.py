@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -63,6 +63,10 @@ class PassContext:
     attention: Attention
     tile: int = PASS_TILE
     """A property of the kind of pass, never of its number of rows (DESIGN section 4, "Rounding")."""
+    sampling: bool = False
+    """A pass of the sampler: no gradient will be asked for, so layers may use repacked weights."""
+    ready: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Outputs that a layer computed for its siblings: by name, what they are of and what they are."""
 
     @property
     def rows(self) -> int:

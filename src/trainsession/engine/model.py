@@ -24,10 +24,11 @@ from transformers.utils import logging as transformers_logging
 
 from ..errors import EngineError, InvalidRequest
 from . import context
+from .activations import ExactActivation
 from .context import PASS_TILE, PassContext, Segment
 from .identity import weights_identity
-from .linear import ExactActivation, LinearGroup, MultiLoraLinear
-from .selfcheck import check_against_transformers, find_inexact, plain_logits
+from .linear import LinearGroup, MultiLoraLinear
+from .selfcheck import can_pack, check_against_transformers, find_inexact, plain_logits
 
 logger = logging.getLogger(__name__)
 
@@ -173,15 +174,17 @@ class LoadedModel:
             )
         return output.last_hidden_state[0, :rows]
 
-    def logits(self, h_TE: torch.Tensor, segments: Sequence[Segment], *, tile: int = PASS_TILE) -> torch.Tensor:
+    def logits(
+        self, h_TE: torch.Tensor, segments: Sequence[Segment], *, tile: int = PASS_TILE, sampling: bool = False
+    ) -> torch.Tensor:
         """Logits (T, V) in the model's dtype: unembedding with its LoRA, scaling and softcap.
 
         Args:
             h_TE: Any rows of `hidden`.
             segments: Whose rows those are, counted in ``h_TE``.
-            tile: Rows of one product in exact mode, as in `PassContext`.
+            tile, sampling: As in `PassContext`.
         """
-        with _running(PassContext(segments, _NoAttention(), tile)):
+        with _running(PassContext(segments, _NoAttention(), tile, sampling)):
             logits_TV = self._unembedding(h_TE)
         if self._logit_factor != 1.0:
             logits_TV = logits_TV * self._logit_factor
@@ -252,6 +255,9 @@ def load_model(
             if exact:
                 raise InvalidRequest(f"{name} cannot run in exact mode: {reason}", details={"key": "exact"})
             logger.warning("%s does not run in exact mode: %s", name, reason)
+    packs = can_pack(model)
+    for module in model.lora_modules.values():
+        module.packs = packs
     return model
 
 

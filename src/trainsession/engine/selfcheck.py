@@ -7,6 +7,7 @@ in a crowd, and at any place.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,11 @@ from transformers import PreTrainedModel
 
 from ..errors import EngineError
 from .context import DECODE_TILE, PASS_TILE, TRAINING_TILES, PassContext, Segment
-from .linear import row_products
+from .linear import find_siblings
+from .products import PackedWeight, row_products
 
 if TYPE_CHECKING:
+    from .linear import MultiLoraLinear
     from .model import LoadedModel
 
 _LENGTHS = (24, 9)
@@ -86,10 +89,14 @@ def packed_pass(
 def check_against_transformers(model: LoadedModel, expected_TV: torch.Tensor) -> None:
     """Raise `EngineError` where our logits differ from ``expected_TV``, or windows from the config.
 
+    The first pass finds which layers share their input; the second one is checked.
+
     In reduced precision a quarter of the rows may differ: a router at a tie picks another expert.
     """
     kind = type(model.causal).__name__
-    _, logits_TV, attention = packed_pass(model, _check_tokens(model.vocab_size, model.device))
+    sequences = _check_tokens(model.vocab_size, model.device)
+    find_siblings(model.lora_modules.values(), lambda: packed_pass(model, sequences))
+    _, logits_TV, attention = packed_pass(model, sequences)
     scale = expected_TV.abs().amax().clamp_min(1e-6)
     error_T = (logits_TV.float() - expected_TV).abs().amax(-1) / scale
     allowed = _TOLERANCE[model.dtype]
@@ -117,15 +124,14 @@ def find_inexact(model: LoadedModel) -> str | None:
     """Why this model's rows are not bit-equal alone and in a crowd on this machine; None: they are."""
     if any("experts" in name for name, _ in model.causal.named_parameters()):
         return "its experts are products over however many rows are routed to them"
-    for module in {module.weight.shape: module for module in model.lora_modules.values()}.values():
+    for module in _one_of_each_shape(model):
         # The unembedding never sees the larger tiles.
         tiles = (PASS_TILE,) if module.group == "unembed" else TRAINING_TILES
         for tile in (DECODE_TILE, *tiles):
             for weight_KN in (module.weight.t(), module.weight):
-                row = torch.linspace(-1, 1, weight_KN.shape[0], device=model.device).to(model.dtype)
                 with torch.inference_mode():
-                    out = row_products(row.repeat(tile, 1), weight_KN, tile)
-                if not torch.equal(out, out[:1].expand_as(out)):
+                    out = row_products(_equal_rows(weight_KN, tile), weight_KN, tile)
+                if not _rows_are_equal(out):
                     return f"a product of {tile} rows with {module.name} depends on a row's place"
     first, second = _check_tokens(model.vocab_size, model.device)
     for tile in (DECODE_TILE, PASS_TILE):
@@ -135,3 +141,35 @@ def find_inexact(model: LoadedModel) -> str | None:
         if not (torch.equal(alone_h, crowd_h[rows]) and torch.equal(alone_logits, crowd_logits[rows])):
             return f"{type(model.causal).__name__} gives a row other bits in a crowd"
     return None
+
+
+@torch.inference_mode()
+def can_pack(model: LoadedModel) -> bool:
+    """Whether sampling passes may use a `PackedWeight` here: device, dtype, CPU and torch decide."""
+    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    for module in _one_of_each_shape(model):
+        weight_KN = module.weight.t()
+        for tile in (DECODE_TILE, PASS_TILE):
+            x_TK = _equal_rows(weight_KN, tile)
+            try:
+                out = PackedWeight(module.weight, DECODE_TILE).row_products(x_TK, tile)
+            except (AttributeError, RuntimeError):  # an operator that this torch lacks, a dtype that this CPU lacks
+                return False
+            expected = row_products(x_TK, weight_KN, tile).float()
+            close = (out.float() - expected).abs().amax() <= _TOLERANCE[model.dtype] * expected.abs().amax()
+            if not close or (model.exact and not _rows_are_equal(out)):
+                return False
+    return True
+
+
+def _one_of_each_shape(model: LoadedModel) -> Iterable[MultiLoraLinear]:
+    return {module.weight.shape: module for module in model.lora_modules.values()}.values()
+
+
+def _equal_rows(weight_KN: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, weight_KN.shape[0], device=weight_KN.device).to(weight_KN.dtype).repeat(rows, 1)
+
+
+def _rows_are_equal(x: torch.Tensor) -> bool:
+    return torch.equal(x, x[:1].expand_as(x))

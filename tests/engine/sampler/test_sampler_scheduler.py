@@ -43,7 +43,8 @@ class Simulation:
         self.scheduler = Scheduler(
             self.blocks, max_running=max_running, chunk_tokens=chunk_tokens, cache_generated=num_blocks % 2 == 0
         )
-        self.jobs = jobs
+        # Requests are numbered in order of arrival, as the sampler numbers them.
+        self.jobs = sorted(jobs, key=lambda job: job.arrives)
         self.memory: dict[int, tuple[object, ...]] = {}
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.first_tokens: list[int] = []
@@ -52,7 +53,7 @@ class Simulation:
         self.steps = 0
 
     def run(self) -> None:
-        waiting = sorted(range(len(self.jobs)), key=lambda i: self.jobs[i].arrives)
+        waiting = list(range(len(self.jobs)))
         while waiting or self.scheduler.has_work():
             while waiting and (self.jobs[waiting[0]].arrives <= self.steps or not self.scheduler.has_work()):
                 self._add(waiting.pop(0))
@@ -186,7 +187,7 @@ def test_everyone_finishes_with_the_right_keys_and_no_block_is_lost(
     )
     simulation.run()
     assert simulation.blocks.num_free == simulation.blocks.num_blocks
-    for number, job in enumerate(jobs):
+    for number, job in enumerate(simulation.jobs):
         for index in range(job.num_samples):
             expected = [100 + index + t for t in range(job.num_tokens)]
             if job.cancelled_at is None:

@@ -72,7 +72,7 @@ class Runner:
         owners = [adapters[chunk.request.id] for chunk in chunks]
         segments = _segments(owners, [*starts, len(tokens)])
         h_TE = self._model.hidden(
-            self._tensor(tokens), self._tensor(positions), PassContext(segments=segments, attention=attention)
+            self._tensor(tokens), self._tensor(positions), PassContext(segments, attention, sampling=True)
         )
         for chunk, start, adapter in zip(chunks, starts, owners, strict=True):
             if not chunk.request.prompt_scored:
@@ -112,7 +112,7 @@ class Runner:
         )
         owners = [adapters[sample.request.id] for sample in samples]
         context = PassContext(
-            segments=_segments(owners, list(range(len(samples) + 1))), attention=attention, tile=DECODE_TILE
+            _segments(owners, list(range(len(samples) + 1))), attention, tile=DECODE_TILE, sampling=True
         )
         h_TE = self._model.hidden(
             self._tensor([sample.next_input for sample in samples]),
@@ -178,13 +178,13 @@ class Runner:
     def _score(self, chunk: Chunk, h_TE: torch.Tensor, adapter: Adapter | None) -> Iterator[ScoredRows]:
         for start in range(0, h_TE.shape[0], _LOGIT_ROWS):
             part = h_TE[start : start + _LOGIT_ROWS]
-            logits_TV = self._model.logits(part, [Segment(adapter, 0, part.shape[0])])
+            logits_TV = self._model.logits(part, [Segment(adapter, 0, part.shape[0])], sampling=True)
             first = chunk.start + start
             yield ScoredRows(chunk.request, first, first + part.shape[0], logits_TV)
 
     def _logits(self, h_TE: torch.Tensor, owners: Sequence[Adapter | None]) -> torch.Tensor:
         segments = _segments(owners, list(range(len(owners) + 1)))
-        return self._model.logits(h_TE, segments, tile=DECODE_TILE)
+        return self._model.logits(h_TE, segments, tile=DECODE_TILE, sampling=True)
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._model.device)
