@@ -36,7 +36,8 @@ class ResultPoller:
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._to_acknowledge: dict[str, None] = {}
         self._polled: frozenset[str] = frozenset()
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Future[None] | None = None
+        """Of the poll under way: done when it should be broken off."""
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, operation_id: str, behind: str | None = None) -> Any:
@@ -55,7 +56,7 @@ class ResultPoller:
         if self._task is None:
             self._task = asyncio.create_task(self._poll_while_waiting())
         elif behind not in self._polled:
-            self._changed.set()
+            self.wake()
         try:
             result = await arrived
         finally:
@@ -72,8 +73,9 @@ class ResultPoller:
         self._to_acknowledge[operation_id] = None
 
     def wake(self) -> None:
-        """Ask anew: something ended out of order."""
-        self._changed.set()
+        """Ask anew: there is something else to wait for, or something ended out of order."""
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
 
     async def close(self, why: str) -> None:
         """Acknowledge what was delivered, and fail what still waits with this message."""
@@ -101,20 +103,22 @@ class ResultPoller:
         ids = list(itertools.islice(self._waiting, LIMITS.max_poll_ids))
         acknowledged = list(itertools.islice(self._to_acknowledge, LIMITS.max_poll_ids))
         self._polled = frozenset(ids)
-        self._changed.clear()
-        poll = asyncio.create_task(self._ask(ids, acknowledged, POLL_SECONDS))
-        changed = asyncio.create_task(self._changed.wait())
+        loop = asyncio.get_running_loop()
+        self._changed = loop.create_future()
+        poll = loop.create_task(self._ask(ids, acknowledged, POLL_SECONDS))
         try:
-            started = asyncio.get_running_loop().time()
-            await asyncio.wait([poll, changed], return_when=asyncio.FIRST_COMPLETED)
+            started = loop.time()
+            await asyncio.wait([poll, self._changed], return_when=asyncio.FIRST_COMPLETED)
             if not poll.done():
-                lived = asyncio.get_running_loop().time() - started
+                lived = loop.time() - started
                 await asyncio.wait([poll], timeout=max(0.0, _REISSUE_GAP - lived))
             if not poll.done():
                 return
             answer = poll.result()
         finally:
-            await _stop(poll, changed)
+            if not poll.done():
+                poll.cancel()
+                await asyncio.gather(poll, return_exceptions=True)
         for operation_id in acknowledged:
             self._to_acknowledge.pop(operation_id, None)
         self._deliver(answer["results"])
@@ -144,9 +148,3 @@ def _value(result: dict[str, Any]) -> Any:
     if result.get("error"):
         raise from_wire(result["error"])
     raise Cancelled(f"operation {result['operation_id']} was cancelled before it started")
-
-
-async def _stop(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
