@@ -35,6 +35,8 @@ COMPRESS_ABOVE = 1 << 20
 """Client bodies above this many bytes are sent zstd-compressed when that is asked for."""
 
 _DTYPES = {"int64": "<i8", "int32": "<i4", "float32": "<f4"}
+_NAMES = {np.dtype(name): name for name in _DTYPES}
+"""Looked up, since numpy makes the name of a dtype anew each time."""
 _TENSOR_KEYS = {"dtype", "shape", "bytes"}
 _MAX_ITEMS = 1 << 17
 """Of one list or map: bounds what a header alone can make a decoder reserve."""
@@ -44,9 +46,9 @@ def _pack_array(value: Any) -> Any:
     if isinstance(value, TensorData):
         value = value.data
     if isinstance(value, np.ndarray):
-        name = str(value.dtype)
-        if name not in _DTYPES:
-            raise InvalidRequest(f"a tensor must be one of {', '.join(_DTYPES)}, got {name}")
+        name = _NAMES.get(value.dtype)
+        if name is None:
+            raise InvalidRequest(f"a tensor must be one of {', '.join(_DTYPES)}, got {value.dtype}")
         data = np.ascontiguousarray(value, dtype=_DTYPES[name])
         return {"dtype": name, "shape": list(value.shape), "bytes": data.data.cast("B") if data.size else b""}
     if isinstance(value, np.generic):

@@ -7,6 +7,7 @@ A bar appears after `PATIENCE` seconds, on stderr, where that is a terminal or a
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import importlib.util
 import os
 import sys
@@ -98,7 +99,8 @@ class Waiting:
     def until_done(self, outcome: concurrent.futures.Future[Any], timeout: float | None) -> None:
         """Block until the outcome is there or the time is over, showing progress."""
         if outcome.done() or not is_enabled() or not (self.total > 1 or self.is_loading()):
-            concurrent.futures.wait([outcome], timeout)
+            with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+                outcome.exception(timeout)
             return
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         counted = self.total > 1

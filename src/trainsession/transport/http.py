@@ -8,6 +8,7 @@ embedded service uses the same class over a Unix socket (`trainsession.transport
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
 import struct
@@ -133,7 +134,7 @@ class Transport:
             # Built here and not by the client, which would parse the URL three times.
             request = httpx.Request(
                 method,
-                self.base_url + path,
+                _url(self.base_url + path),
                 json=json,
                 content=content,
                 params=_present(params),
@@ -332,6 +333,12 @@ async def _decode(headers: httpx.Headers, content: bytes) -> Any:
 
 def _present(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if params is None else {key: value for key, value in params.items() if value is not None}
+
+
+@functools.lru_cache(maxsize=256)
+def _url(text: str) -> httpx.URL:
+    """Parsed once: the calls of a training loop go to two addresses."""
+    return httpx.URL(text)
 
 
 def _timeout(seconds: float | None) -> httpx.Timeout:
