@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,7 @@ def test_ctrl_c_keeps_the_session_and_cancels_the_queue(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
+    time.sleep(0.3)  # from the line that it printed to inside of `result`, the only place that cancels
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
