@@ -5,7 +5,7 @@
 One step is forward, backward and AdamW over 8 sequences of 256 tokens with cross-entropy; LoRA r=16
 on all linear layers, same weights, data, dtype and threads on both sides. Each side runs in a
 process of its own, because peak memory is a process's; sides take turns. First both sides'
-gradients are compared on a small batch, and the benchmark fails if they disagree.
+gradients of a small batch are compared with PEFT's in float32; the benchmark fails if ours are off.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from trainsession.engine.trainer import Trainer
 from trainsession.types import AdamParams, Datum, LoraConfig
 
 RANK, ALPHA = 16, 32
-TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-1}
-"""Of the largest gradient of a factor; rounding of 30 layers."""
+TOLERANCE = 1e-3
+"""Of a gradient's norm, or the loss. Reduced precision strays further, PEFT's as far as ours."""
 
 
 @dataclass(frozen=True)
@@ -131,35 +131,48 @@ def measure(side: str, options: Options) -> dict[str, float]:
 
 
 def check(options: Options) -> dict[str, float]:
-    """Largest difference of loss and gradients between both sides; raises if it is too large."""
+    """How far both sides' gradients are from PEFT's in float32; raises if ours are too far."""
     small = Options(**{**asdict(options), "batch": 2, "length": 48})
     model, adapter = our_side(small)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for pair in adapter.weights.values():
             pair.B.copy_(torch.randn(pair.B.shape, generator=generator) * 0.01)
-    theirs = their_side(small)
+    rows = tokens(small, model.vocab_size)
+    data = [Datum(row[:-1], {"target_tokens": row[1:]}) for row in rows]
+    loss = forward_backward(Trainer(model), adapter, data).metrics["loss:sum"]
+    ours = [parameter.grad for parameter in adapter.parameters() if parameter.grad is not None]
+    their_value, theirs = their_gradients(small, adapter, rows)
+    value, exact = their_gradients(Options(**{**asdict(small), "dtype": "float32"}), adapter, rows)
+    our_error, their_error = distance(ours, exact), distance(theirs, exact)
+    loss_error = abs(loss - value) / value
+    loss_bound = max(TOLERANCE, 2 * abs(their_value - value) / value)
+    if not (our_error <= max(TOLERANCE, 1.5 * their_error) and loss_error <= loss_bound):  # a NaN fails too
+        raise SystemExit(
+            f"gradients are {our_error:.1e} from PEFT's in float32, PEFT's own {their_error:.1e}; "
+            f"the loss is {loss_error:.1e} off, allowed {loss_bound:.1e}"
+        )
+    return {"gradient_error": our_error, "their_gradient_error": their_error, "loss_error": loss_error}
+
+
+def their_gradients(options: Options, adapter: Adapter, rows: np.ndarray) -> tuple[float, list[torch.Tensor]]:
+    """PEFT's loss, and its gradients in the order of ``adapter``'s parameters."""
+    theirs = their_side(options)
     modules: dict[str, Any] = dict(theirs.base_model.model.named_modules())
     with torch.no_grad():
         for name, pair in adapter.weights.items():
             modules[name].lora_A["default"].weight.copy_(pair.A)
             modules[name].lora_B["default"].weight.copy_(pair.B)
-    rows = tokens(small, model.vocab_size)
-    data = [Datum(row[:-1], {"target_tokens": row[1:]}) for row in rows]
-    output = forward_backward(Trainer(model), adapter, data)
     loss = their_loss(theirs, rows)
     loss.backward()
-    errors: list[float] = []
-    for name, pair in adapter.weights.items():
-        for factor, layer in ((pair.A, modules[name].lora_A), (pair.B, modules[name].lora_B)):
-            mine, wanted = factor.grad, layer["default"].weight.grad.float()
-            assert mine is not None
-            errors.append(float((mine - wanted).abs().max() / wanted.abs().max()))
-    loss_error = abs(output.metrics["loss:sum"] - loss.item()) / loss.item()
-    worst, tolerance = float(np.max(errors)), TOLERANCE[options.dtype]
-    if not (worst <= tolerance and loss_error <= tolerance):  # a NaN fails too
-        raise SystemExit(f"the sides disagree: gradients by {worst:.1e}, loss by {loss_error:.1e}")
-    return {"gradient_error": worst, "loss_error": loss_error}
+    layers = [layer for name in adapter.weights for layer in (modules[name].lora_A, modules[name].lora_B)]
+    return loss.item(), [layer["default"].weight.grad for layer in layers]
+
+
+def distance(gradients: list[torch.Tensor], reference: list[torch.Tensor]) -> float:
+    """The largest relative distance of a factor's gradient."""
+    pairs = zip(gradients, reference, strict=True)
+    return float(np.max([float((mine.float() - exact).norm() / exact.norm()) for mine, exact in pairs]))
 
 
 def child(task: str, options: Options) -> dict[str, float]:
@@ -172,7 +185,7 @@ def child(task: str, options: Options) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="Hugging Face directory")
-    parser.add_argument("--dtype", default="float32", choices=TOLERANCE)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
@@ -194,7 +207,8 @@ def main() -> None:
     )
     errors = child("check", options)
     print(
-        f"same gradients: within {errors['gradient_error']:.1e} of the largest, loss within {errors['loss_error']:.1e}"
+        f"gradients: {errors['gradient_error']:.1e} from PEFT's in float32 (PEFT's own: "
+        f"{errors['their_gradient_error']:.1e}), loss within {errors['loss_error']:.1e}"
     )
     pairs: list[dict[str, dict[str, float]]] = []
     for number in range(args.pairs):

@@ -22,7 +22,7 @@ def _random(*shape: int, seed: int) -> torch.Tensor:
     before=st.integers(0, 200),
     width=st.sampled_from([40, 64, 96, 1536]),
     activation=st.sampled_from([nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")]),
-    threads=st.sampled_from([1, 3, 5]),
+    threads=st.sampled_from([1, 2, 3, 5, 16]),
 )
 def test_activations_are_the_same_bits_anywhere(
     rows: int, before: int, width: int, activation: nn.Module, threads: int

@@ -9,19 +9,18 @@ import torch
 from torch import nn
 from transformers.activations import ACT2CLS
 
+_GRAINS = (16_384, 32_768)
+"""Elements from which ATen gives a loop another thread: GELU's, and the others'."""
 _SERIAL_ELEMENTS = 255 * 64
-"""Below the size from which ATen shares a loop among threads (32,768 elements; 16,384 for GELU), and
-a multiple of every CPU vector's length."""
-_SHARED_ELEMENTS = 32_768
-"""From this many elements a thread on ATen gives every thread one equal share of a loop."""
+"""Below both, and a multiple of every CPU vector's length."""
 
 
 def _parts(flat: torch.Tensor) -> list[slice]:
-    """Parts of which ATen's loop, and every thread's share of it, are whole vectors."""
+    """Parts of which ATen's loop, and every thread's equal share of it, are whole vectors."""
     size, threads = flat.numel(), torch.get_num_threads()
-    if size >= threads * _SHARED_ELEMENTS and size % (64 * threads) == 0:
+    if all(size % (64 * min(threads, -(-size // grain))) == 0 for grain in _GRAINS if size):
         return [slice(0, size)]
-    return [slice(start, start + _SERIAL_ELEMENTS) for start in range(0, max(size, 1), _SERIAL_ELEMENTS)]
+    return [slice(start, start + _SERIAL_ELEMENTS) for start in range(0, size, _SERIAL_ELEMENTS)]
 
 
 def _derivative(function: nn.Module, x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
@@ -39,7 +38,7 @@ class _Elementwise(torch.autograd.Function):
         flat = x.reshape(-1)
         ctx.save_for_backward(flat)
         ctx.function = function
-        return _by_parts(_parts(flat), lambda part: function(flat[part])).view(x.shape)
+        return _apply(flat, function).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -47,6 +46,10 @@ class _Elementwise(torch.autograd.Function):
         dout = grads[0].reshape(-1)
         dx = _by_parts(_parts(flat), lambda part: _derivative(ctx.function, flat[part], dout[part]))
         return dx.view(grads[0].shape), None
+
+
+def _apply(flat: torch.Tensor, function: nn.Module) -> torch.Tensor:
+    return _by_parts(_parts(flat), lambda part: function(flat[part]))
 
 
 def _by_parts(parts: list[slice], compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:
@@ -70,5 +73,9 @@ class ExactActivation(nn.Module):
         spare = -width % 64
         if spare:
             x = nn.functional.pad(x, (0, spare))
-        out: torch.Tensor = _Elementwise.apply(x.contiguous(), self.function)  # type: ignore[assignment]
+        x = x.contiguous()
+        if torch.is_grad_enabled() and x.requires_grad:
+            out: torch.Tensor = _Elementwise.apply(x, self.function)  # type: ignore[assignment]
+        else:
+            out = _apply(x.view(-1), self.function).view(x.shape)
         return out[..., :width] if spare else out

@@ -70,7 +70,7 @@ def draw(logits_RV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         rows: One per row.
     """
     device = logits_RV.device
-    logits_RV = logits_RV.float().clone()
+    logits_RV = logits_RV.to(torch.float32, copy=True)
     _adjust(logits_RV, rows)
     temperatures = [row.params.temperature or 1.0 for row in rows]
     if any(temperature != 1.0 for temperature in temperatures):
@@ -83,8 +83,10 @@ def draw(logits_RV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
     if greedy:
         tokens_R[greedy] = _rows(allowed_RV, greedy).argmax(dim=-1)
     if random:
-        probs_RV = torch.softmax(_rows(allowed_RV, random), dim=-1).double()
-        truncate(probs_RV, [rows[i].params for i in random])
+        probs_RV = torch.softmax(_rows(allowed_RV, random), dim=-1)
+        if any(truncates(rows[i].params, probs_RV.shape[-1]) for i in random):
+            probs_RV = probs_RV.double()
+            truncate(probs_RV, [rows[i].params for i in random])
         tokens_R[random] = _invert(probs_RV, [rows[i].uniform for i in random])
     chosen = logprobs_RV.gather(1, tokens_R[:, None])[:, 0].tolist()
     alternatives = topk_logprobs(logprobs_RV, [row.topk for row in rows])
@@ -105,6 +107,11 @@ def topk_logprobs(logprobs_RV: torch.Tensor, counts: Sequence[int]) -> list[list
         for tokens, values in zip(tokens_RK.tolist(), values_RK.tolist(), strict=True)
     ]
     return [row[:count] for row, count in zip(ranked, counts, strict=True)]
+
+
+def truncates(params: SamplingParams, vocabulary: int) -> bool:
+    """Whether `truncate` may leave a token out."""
+    return params.top_p < 1 or 0 < params.top_k < vocabulary or params.min_p > 0
 
 
 def truncate(probs_RV: torch.Tensor, params: Sequence[SamplingParams]) -> None:
@@ -171,7 +178,7 @@ def _invert(probs_RV: torch.Tensor, uniforms: list[float]) -> torch.Tensor:
     A token of probability zero adds nothing to the sum, so it is never the first. 48-bit random
     numbers keep the product below the total. NaN rows give some token; the caller sees its logprob.
     """
-    sums_RV = probs_RV.cumsum(dim=-1)
+    sums_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
     targets_R1 = torch.tensor(uniforms, dtype=torch.float64, device=probs_RV.device)[:, None] * sums_RV[:, -1:]
     return torch.searchsorted(sums_RV, targets_R1, right=True)[:, 0].clamp_(max=probs_RV.shape[-1] - 1)
 
