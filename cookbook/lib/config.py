@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BaseConfig):
-        steps: int = option(45, "optimizer steps")
+        steps: int = option(60, "optimizer steps")
 
     if __name__ == "__main__":
         command_line(main, Config, "arithmetic_rl", __doc__)
@@ -43,7 +43,7 @@ class BaseConfig:
     )
     model: str = option(DEFAULT_MODEL, "base model: a hub name, or what `trainsession models` lists")
     data: str | None = option(None, "data file or directory in place of the recipe's own")
-    steps: int = option(45, "optimizer steps")
+    steps: int = option(60, "optimizer steps")
     seed: int = option(0, "of the data split, LoRA's A, the batches and every sample")
     out: str | None = option(None, "directory of this run's files; default: runs/<recipe>-<time>")
 
