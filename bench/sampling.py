@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -139,13 +140,12 @@ def main() -> None:
         # Both sides once unmeasured: the first use of memory is paid there.
         ours(sampler, workload, 1.0)
         theirs(peer, tokenizer, workload, 1.0)
-        pairs = [
-            (
-                seconds(lambda w=workload: ours(sampler, w, 1.0)),
-                seconds(lambda w=workload: theirs(peer, tokenizer, w, 1.0)),
-            )
-            for _ in range(arguments.pairs)
-        ]
+        pairs: list[tuple[float, float]] = []
+        for number in range(arguments.pairs):
+            fast = seconds(lambda w=workload: ours(sampler, w, 1.0))
+            slow = seconds(lambda w=workload: theirs(peer, tokenizer, w, 1.0))
+            pairs.append((fast, slow))
+            print(f"{workload}, pair {number + 1}: {fast:.1f} s, generate {slow:.1f} s", file=sys.stderr, flush=True)
         ratios = sorted(slow / fast for fast, slow in pairs)
         print(
             json.dumps(

@@ -214,6 +214,8 @@ def main() -> None:
     for number in range(args.pairs):
         sides = ("theirs", "ours") if number % 2 else ("ours", "theirs")
         pairs.append({side: child(side, options) for side in sides})
+        speeds = {side: round(result["tokens_per_second"], 1) for side, result in pairs[-1].items()}
+        print(f"pair {number + 1} of {args.pairs}: tokens/s {speeds}", file=sys.stderr, flush=True)
     report(options, pairs, errors, args.json)
 
 

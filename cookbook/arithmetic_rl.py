@@ -24,6 +24,7 @@ from .lib.evaluate import Accuracy, accuracy
 from .lib.plot import save_curve
 from .lib.policy import group_advantages, policy_datums
 from .lib.run import Run
+from .lib.schedule import cosine
 
 EXAMPLE = (25, 38)
 
@@ -34,7 +35,7 @@ class Config(BaseConfig):
     prompts: int = option(8, "prompts in a step")
     group_size: int = option(8, "samples of a prompt")
     max_tokens: int = option(5, "tokens of an answer")
-    learning_rate: float = option(1e-4, "of Adam")
+    learning_rate: float = option(2e-4, "of Adam at the first step; half a cosine takes it to zero")
     rank: int = option(16, "of the LoRA adapter")
     held_out: int = option(200, "problems kept for evaluation")
     random_rewards: bool = option(False, "control: reward each sample by a coin flip")
@@ -118,7 +119,8 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
             metrics: dict[str, float] = {}
             if datums:
                 backward = trainer.forward_backward(datums, "importance_sampling")
-                update = trainer.optim_step(ts.AdamParams(learning_rate=config.learning_rate))
+                rate = config.learning_rate * cosine(step - 1, config.steps)
+                update = trainer.optim_step(ts.AdamParams(learning_rate=rate))
                 metrics = {**backward.result().metrics, **update.result().metrics}
             curve.append(sum(rewards) / len(rewards))
             run.log("train", step, {"reward": curve[-1], "datums": len(datums)}, metrics)

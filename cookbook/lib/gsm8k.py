@@ -13,7 +13,8 @@ from .data import Problem, read_jsonl
 
 HUB_NAME = "openai/gsm8k"
 FINAL_ANSWER = re.compile(r"####\s*(\S+)")
-NUMBER = re.compile(r"-?\$?[\d,]*\.?\d+%?")
+NUMBER = re.compile(r"(-?\$?[\d,]*\.?\d+%?)[.,]?(?:[A-Za-z<].*)?")
+"""A number, and the words that a model may run on into where it does not end its turn."""
 CALCULATOR_MARK = re.compile(r"<<[^>]*>>")
 
 
@@ -81,13 +82,14 @@ def _hub_rows() -> list[Sequence[Mapping[str, str]]]:
 def reward(text: str, answer: str) -> float:
     """1 where the number behind the first ``####`` equals the reference, else 0.
 
-    ``1,200``, ``$1200`` and ``1200.00`` are one number. Only the first mark counts: a list of
-    guesses earns nothing for its second. What is no plain number earns nothing either, and is
-    never handed to the symbolic parser: a model could write an expression that takes it minutes.
+    ``1,200``, ``$1200`` and ``1200.00`` are one number, and letters right behind it are no part of
+    it (so does the data set's own grader read). Only the first mark counts: a list of guesses
+    earns nothing for its second. What is no plain number earns nothing either, and is never
+    handed to the symbolic parser: a model could write an expression that takes it minutes.
     """
     found = FINAL_ANSWER.search(text)
-    given = found.group(1).rstrip(".,") if found else ""
-    return float(NUMBER.fullmatch(given) is not None and equal_numbers(given, answer))
+    number = NUMBER.fullmatch(found.group(1)) if found else None
+    return float(number is not None and equal_numbers(number.group(1), answer))
 
 
 @lru_cache(maxsize=1 << 16)  # a millisecond each, and a group repeats its few answers

@@ -34,6 +34,12 @@ def test_a_sum_must_be_exact(text: str, expected: float):
         ("#### -5", "-5", 1),
         ("####72.", "72", 1),
         ("#### 0.5", "0.50", 1),
+        ("#### 72systemsystem", "72", 1),  # SmolLM2 after its warm start, special tokens skipped
+        ("#### 72<|im_start|>", "72", 1),
+        ("#### 72.system", "72", 1),
+        ("#### 720system", "72", 0),
+        ("#### 7system2", "72", 0),
+        ("#### 70+2system", "72", 0),
         ("#### 71", "72", 0),
         ("the answer is 72", "72", 0),
         ("72", "72", 0),
