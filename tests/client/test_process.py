@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SETUP = f"""
-import sys, time
+import sys, threading, time, traceback
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from bench.null_engine import NullHost
@@ -90,8 +89,18 @@ def test_ctrl_c_keeps_the_session_and_cancels_the_queue(tmp_path: Path) -> None:
         trainer = service.create_lora_training_client("null", rank=1)
         futures = [trainer.forward_backward(data) for _ in range(100)]
         futures[0].result()
+        main = threading.get_ident()
+
+        def running():
+            return [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+
+        def say_when_inside():  # of `result`: the only place where Ctrl-C cancels
+            while "result" not in running():
+                time.sleep(0.001)
+            print("inside", flush=True)
+
         try:
-            print("started", flush=True)
+            threading.Thread(target=say_when_inside).start()
             futures[-1].result()
         except KeyboardInterrupt:
             pass
@@ -102,8 +111,7 @@ def test_ctrl_c_keeps_the_session_and_cancels_the_queue(tmp_path: Path) -> None:
         seconds_per_pass=0.3,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "started\n"
-    time.sleep(0.3)  # from the line that it printed to inside of `result`, the only place that cancels
+    assert process.stdout.readline() == "inside\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

@@ -66,8 +66,8 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
 class PackedWeight:
     """A frozen weight in the blocked order that oneDNN's products read, a copy of its own (CPU).
 
-    At the few rows of a decode pass a plain product spends most of its time on reordering the
-    weight: from this copy it is up to three times as fast (bench/sampling.py).
+    For the few rows of a decode pass: at 32 rows it was 1.1 to 1.8 times as fast as a plain product
+    on an AVX2 CPU in float32, at 8 rows up to 2.8 times; from about 500 rows on it gains nothing.
 
     Args:
         weight_NK: The weight.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..errors import EngineError
 from .context import DECODE_TILE, PASS_TILE, TRAINING_TILES, PassContext, Segment
 from .linear import find_siblings
-from .products import PackedWeight, row_products
+from .products import PackedWeight, add_row_products, row_products
 
 if TYPE_CHECKING:
     from .linear import MultiLoraLinear
@@ -130,8 +130,11 @@ def find_inexact(model: LoadedModel) -> str | None:
         for tile in (DECODE_TILE, *tiles):
             for weight_KN in (module.weight.t(), module.weight):
                 with torch.inference_mode():
-                    out = row_products(_equal_rows(weight_KN, tile), weight_KN, tile)
-                if not _rows_are_equal(out):
+                    x_TK = _equal_rows(weight_KN, tile)
+                    out = row_products(x_TK, weight_KN, tile)
+                    added = out.clone()
+                    add_row_products(added, x_TK, weight_KN, tile)
+                if not (_rows_are_equal(out) and _rows_are_equal(added)):
                     return f"a product of {tile} rows with {module.name} depends on a row's place"
     first, second = _check_tokens(model.vocab_size, model.device)
     for tile in (DECODE_TILE, PASS_TILE):

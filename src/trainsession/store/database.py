@@ -11,7 +11,6 @@ import asyncio
 import queue
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -46,8 +45,6 @@ class WriterStats:
 
     commits: int = 0
     writes: int = 0
-    seconds: float = 0.0
-    """Spent in COMMIT, the fsync included."""
     errors: int = field(default=0)
 
 
@@ -195,9 +192,7 @@ class Database:
                 else:
                     for item in group:
                         _run_in_savepoint(connection, item)
-                started = time.perf_counter()
                 transaction.commit()
-                self.stats.seconds += time.perf_counter() - started
             self.stats.commits += 1
             self.stats.writes += len(group)
         except Exception as error:
