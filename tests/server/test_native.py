@@ -25,6 +25,7 @@ from trainsession.errors import (
 )
 from trainsession.server.app import create_app
 from trainsession.server.auth import allow_all
+from trainsession.service.keys import Caller
 from trainsession.wire import MEDIA_TYPE, pack, unpack
 
 PUBLIC = {"/v1/health", "/openapi.json"}
@@ -142,7 +143,7 @@ def all_routes(app: Any) -> Iterator[Route]:
 
 
 def test_no_route_but_health_answers_without_a_key(service: ScriptedService) -> None:
-    async def refuse(request: Request) -> str:
+    async def refuse(request: Request) -> Caller:
         raise AuthenticationFailed("no key")
 
     routes = list(all_routes(create_app(service, authenticate=refuse)))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
@@ -19,6 +19,7 @@ from .auth import Authenticate
 from .doors import native
 from .guard import Guard
 from .responses import error_response
+from .routes import KeyedRoute
 from .schemas import DESCRIBED
 
 
@@ -33,7 +34,7 @@ def create_app(
 
     Args:
         service: Open, and used on the event loop that serves this app.
-        authenticate: The project of a request, or `AuthenticationFailed`.
+        authenticate: Whom a request comes from, or `AuthenticationFailed`.
         hosts: Names that the ``Host`` header may carry (`guard.LOOPBACK_HOSTS`), or None for any.
         closing: Done when the server begins to stop: long polls and streams then end.
     """
@@ -47,14 +48,22 @@ def create_app(
     app.state.service = service
     app.state.authenticate = authenticate
     app.state.closing = closing
-    app.include_router(native.hot)
-    app.include_router(native.router)
+    app.include_router(_keyed(native.hot))
+    app.include_router(_keyed(native.router))
     app.include_router(native.public)
     for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Guard, hosts=hosts)
     _describe_msgpack(app)
     return app
+
+
+def _keyed(router: APIRouter) -> APIRouter:
+    """The router, if each of its routes asks for the key; whatever does not is included by its name."""
+    for route in router.routes:
+        if not isinstance(route, KeyedRoute):
+            raise TypeError(f"{route} would answer without a key: its router's route_class must be a KeyedRoute")
+    return router
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
