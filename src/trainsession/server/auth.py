@@ -52,7 +52,7 @@ async def allow_all(request: Request) -> Caller:
     return Caller(DEFAULT_PROJECT)
 
 
-def with_keys(keys: Keys) -> Authenticate:
+def by_key(keys: Keys) -> Authenticate:
     """For a service that others reach: ``Authorization: Bearer <API key>``, looked up for each request."""
 
     async def authenticate(request: Request) -> Caller:

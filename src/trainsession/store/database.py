@@ -11,8 +11,9 @@ import asyncio
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -26,6 +27,7 @@ from .upgrade import prepare
 
 T = TypeVar("T")
 WriteFunction = Callable[[sa.Connection], T]
+DATABASE_FILE = "service.db"
 _MAX_GROUP = 1024
 """Write functions in one transaction."""
 
@@ -237,6 +239,16 @@ class Database:
             self._writing.close()
             self._writing = None
         self._writer.dispose()
+
+
+@asynccontextmanager
+async def opened(home: Path) -> AsyncIterator[Database]:
+    """The database of a home, for a command that works on it, beside the service that may run there."""
+    database = Database.open(home / DATABASE_FILE)
+    try:
+        yield database
+    finally:
+        await database.close()
 
 
 class _TransactionLost(Exception):
