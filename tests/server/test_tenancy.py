@@ -258,6 +258,14 @@ def test_a_key_of_one_session_samples_that_session_and_nothing_else(url: str, ho
             assert http.post(f"/v1/operations/{ids.sample}/cancel").status_code == 404
             polled = unpack(http.post("/v1/results", json={"wait": [ids.sample], "ack": [ids.sample]}).content)
             assert polled["results"][0]["error"]["code"] == "not_found"
+            assert http.get(f"/v1/sessions/{ids.session}").status_code == 404
+            listed = http.get("/v1/checkpoints", params={"session_id": ids.session}).json()["checkpoints"]
+            assert listed == []
+        assert http.get("/v1/checkpoints").json() == {"checkpoints": []}
+        mine = http.get("/v1/checkpoints", params={"session_id": alice.session_id}).json()["checkpoints"]
+        assert {checkpoint["path"] for checkpoint in mine} == {alice.state, alice.weights}
+        info = http.get(f"/v1/sessions/{alice.session_id}").json()
+        assert (info["base_model"], info["name"]) == (MODEL, "")  # the name is its owner's
         assert sample(http, {"base_model": MODEL}).status_code == 403
         assert sample(http, own[0], session_id=other.session_id).status_code == 403
         assert sample(http, {"path": alice.state}).status_code == 403

@@ -39,6 +39,10 @@ class SamplesOf:
 
     session_id: str | None = None
 
+    def hides(self, session_id: str | None) -> bool:
+        """Whether this session does not exist for the caller; None stands for all sessions."""
+        return self.session_id not in (None, session_id)
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,7 +36,7 @@ from .quotas import Quotas
 from .requests import Attached, CreateSession, OperationRequest, OperationResult, Results, SampleRequest
 from .samples import Samples
 from .session import Session
-from .sessions import Sessions
+from .sessions import Sessions, unknown_session
 from .settings import Settings
 from .submission import Submission
 from .weights import WeightsResolver
@@ -154,8 +155,13 @@ class Service:
         """Newest first, closed ones included."""
         return await self._sessions.list(project)
 
-    async def get_session(self, project: str, session_id: str) -> SessionInfo:
-        return await self._sessions.info(project, session_id)
+    async def get_session(self, project: str, session_id: str, only: SamplesOf | None = None) -> SessionInfo:
+        """To who only samples it, without what its owner wrote down in it."""
+        if only is None:
+            return await self._sessions.info(project, session_id)
+        if only.hides(session_id):
+            raise unknown_session(session_id)
+        return replace(await self._sessions.info(project, session_id), name="", tags=(), metadata={}, progress=None)
 
     async def attach(self, project: str, session_id: str) -> Attached:
         """Take a session over: older clients are fenced, numbers after a gap are free again."""
@@ -299,8 +305,12 @@ class Service:
 
     # --- checkpoints -------------------------------------------------------------------------
 
-    async def list_checkpoints(self, project: str, session_id: str | None = None) -> list[Checkpoint]:
+    async def list_checkpoints(
+        self, project: str, session_id: str | None = None, only: SamplesOf | None = None
+    ) -> list[Checkpoint]:
         """Newest first."""
+        if only is not None and only.hides(session_id):
+            return []
         return await self._checkpoints.list(project, session_id)
 
     async def delete_checkpoint(self, project: str, path: str) -> None:

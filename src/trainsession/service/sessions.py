@@ -182,7 +182,7 @@ class Sessions:
             async with self._loading:
                 session = self._live.get(session_id) or await self._load(project, session_id)
         if session.project != project:
-            raise _unknown(session_id)
+            raise unknown_session(session_id)
         session.used_at = time.time()
         return session
 
@@ -300,7 +300,7 @@ class Sessions:
         query = sa.select(sessions).where(sessions.c.id == session_id, sessions.c.project == project)
         row = await self._store.read(lambda connection: connection.execute(query).mappings().one_or_none())
         if row is None:
-            raise _unknown(session_id)
+            raise unknown_session(session_id)
         return row
 
 
@@ -384,5 +384,5 @@ def _hash(request: CreateSession) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _unknown(session_id: str) -> NotFound:
+def unknown_session(session_id: str) -> NotFound:
     return NotFound(f"no session {session_id} in this project", details={"session_id": session_id})

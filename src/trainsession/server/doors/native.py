@@ -227,9 +227,9 @@ async def list_sessions(project: Project, service: ServiceOf) -> Any:
 
 
 @router.get("/sessions/{session_id}", tags=["sessions"], response_model=SessionInfo)
-@needs("read")
-async def get_session(session_id: str, project: Project, service: ServiceOf) -> Any:
-    return await service.get_session(project, session_id)
+@needs("info")
+async def get_session(session_id: str, caller: CallerOf, service: ServiceOf) -> Any:
+    return await service.get_session(caller.project, session_id, caller.only)
 
 
 @router.post("/sessions/{session_id}/attach", tags=["sessions"], response_model=schemas.SessionAttached)
@@ -276,11 +276,11 @@ async def read_log(session_id: str, project: Project, service: ServiceOf) -> Res
 
 
 @router.get("/checkpoints", tags=["checkpoints"], response_model=schemas.Checkpoints)
-@needs("read")
+@needs("info")
 async def list_checkpoints(
-    query: Annotated[schemas.SessionQuery, Query()], project: Project, service: ServiceOf
+    query: Annotated[schemas.SessionQuery, Query()], caller: CallerOf, service: ServiceOf
 ) -> Any:
-    return {"checkpoints": await service.list_checkpoints(project, query.session_id)}
+    return {"checkpoints": await service.list_checkpoints(caller.project, query.session_id, caller.only)}
 
 
 @router.delete("/checkpoints", tags=["checkpoints"], response_model=dict[str, Any])
