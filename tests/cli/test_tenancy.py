@@ -85,6 +85,11 @@ def test_a_key_is_printed_once_and_never_listed() -> None:
     assert made["scope"] == "read"
 
 
+def test_names_are_shown_as_they_are() -> None:
+    run("keys", "create", "--name", "[red]x[/green]")
+    assert "[red]x[/green]" in run("keys", "list")[0]
+
+
 def test_a_key_is_revoked_by_its_prefix() -> None:
     prefix = make_key().rpartition("-")[0]
     out, err = run("keys", "revoke", prefix)

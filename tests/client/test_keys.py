@@ -59,6 +59,16 @@ def test_a_loop_with_a_key_and_none_without(url: str, home: Path) -> None:
         client.list_sessions()
 
 
+def test_a_key_with_its_lines_end_works_and_one_that_cannot_be_sent_is_not_repeated(url: str, home: Path) -> None:
+    key = make_key(home, "pasted")
+    with ts.ServiceClient(url, f" {key}\n") as client:
+        assert list(client.list_sessions()) == []
+    for broken in (f"{key}\nX-Other: 1", f"{key} {key}", f"{key}\0", f"{key}ü"):
+        with ts.ServiceClient(url, broken) as client, pytest.raises(ts.InvalidRequest, match="api_key") as caught:
+            client.list_sessions()
+        assert key[20:] not in str(caught.value)
+
+
 def test_a_read_key_looks_and_does_not_touch(url: str, home: Path) -> None:
     with ts.ServiceClient(url, make_key(home, "looked-at")) as owner:
         trainer = owner.create_lora_training_client(MODEL, rank=1)

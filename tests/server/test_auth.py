@@ -8,23 +8,21 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from fastapi import APIRouter, Depends, Request
-from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from bench.null_engine import MODEL
 from tests.server.keyed import client, keyed, make_key, revoke, set_limit
 from tests.server.scripted import ScriptedService, serving
-from tests.server.test_native import PUBLIC, all_routes
 from trainsession.errors import from_wire
 from trainsession.limits import LIMITS
 from trainsession.server import app as application
-from trainsession.server.app import create_app
+from trainsession.server.app import PUBLIC, all_routes, create_app
 from trainsession.server.auth import _NEEDS, allow_all, authenticated, by_key
 from trainsession.server.routes import KeyedRoute, PlainRoute
 from trainsession.service.keys import Keys
@@ -43,7 +41,7 @@ def url(home: Path) -> Iterator[str]:
 
 
 def routes() -> list[Route]:
-    return list(all_routes(create_app(ScriptedService(), authenticate=allow_all)))
+    return [cast(Route, route) for route in all_routes(create_app(ScriptedService(), authenticate=allow_all))]
 
 
 def filled(path: str) -> str:
@@ -268,15 +266,26 @@ def test_a_zstd_body_is_held_to_the_projects_limit_when_it_is_plain_again(url: s
 # --- what cannot be built wrong --------------------------------------------------------------
 
 
-def test_an_application_with_a_route_that_asks_for_no_key_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    careless = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)])
+def careless(path: str) -> APIRouter:
+    router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)])
 
-    @careless.get("/open")
+    @router.get(path)
     async def open_to_all() -> dict[str, str]:
         return {}
 
-    assert isinstance(careless.routes[0], APIRoute)
-    monkeypatch.setattr(application.native, "router", careless)
+    return router
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_application_with_a_route_that_asks_for_no_key_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    router = careless("/open")
+    if nested:
+        outer = APIRouter(route_class=KeyedRoute)
+        outer.include_router(router)
+        router = outer
+    monkeypatch.setattr(application.native, "public", router)
     with pytest.raises(TypeError, match="would answer without a key"):
         create_app(ScriptedService(), authenticate=allow_all)
 

@@ -19,7 +19,7 @@ import pytest
 from bench.null_engine import MODEL
 from tests.server.keyed import client, keyed, make_key, revoke, set_limit
 from tests.server.test_auth import routes
-from tests.server.test_native import PUBLIC
+from trainsession.server.app import PUBLIC
 from trainsession.wire import MEDIA_TYPE, pack, unpack
 
 MSGPACK = {"Content-Type": MEDIA_TYPE}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import TrainSessionError
 
@@ -66,7 +67,7 @@ def print_json(value: Any) -> None:
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
     table = Table(*columns, box=None, header_style="bold")
     for row in rows:
-        table.add_row(*(_cell(column, row[column]) for column in columns))
+        table.add_row(*(Text(_cell(column, row[column])) for column in columns))
     # Not a terminal: whole lines, so that `grep` and `cut` see all of them.
     Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 10_000).print(table)
 

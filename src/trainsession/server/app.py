@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute
 
 from .._version import __version__
 from ..errors import TrainSessionError
@@ -21,6 +22,9 @@ from .guard import Guard
 from .responses import error_response
 from .routes import KeyedRoute
 from .schemas import DESCRIBED
+
+PUBLIC = frozenset({"/v1/health", "/openapi.json"})
+"""Routes that need no key: that a service is here, and how it is spoken to."""
 
 
 def create_app(
@@ -48,9 +52,10 @@ def create_app(
     app.state.service = service
     app.state.authenticate = authenticate
     app.state.closing = closing
-    app.include_router(_keyed(native.hot))
-    app.include_router(_keyed(native.router))
+    app.include_router(native.hot)
+    app.include_router(native.router)
     app.include_router(native.public)
+    _check_keyed(app)
     for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Guard, hosts=hosts)
@@ -58,12 +63,21 @@ def create_app(
     return app
 
 
-def _keyed(router: APIRouter) -> APIRouter:
-    """The router, if each of its routes asks for the key; whatever does not is included by its name."""
-    for route in router.routes:
-        if not isinstance(route, KeyedRoute):
+def _check_keyed(app: FastAPI) -> None:
+    """Raise `TypeError` for a route that would answer without a key, other than those that are to."""
+    for route in all_routes(app.router):
+        if not isinstance(route, KeyedRoute) and getattr(route, "path", None) not in PUBLIC:
             raise TypeError(f"{route} would answer without a key: its router's route_class must be a KeyedRoute")
-    return router
+
+
+def all_routes(router: Any) -> Iterator[BaseRoute]:
+    """Every route, however deep FastAPI keeps the routers that were included."""
+    for route in router.routes:
+        inner = getattr(route, "original_router", None)
+        if inner is None:
+            yield route
+        else:
+            yield from all_routes(inner)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
