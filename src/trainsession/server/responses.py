@@ -12,7 +12,15 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from ..errors import EngineError, InvalidRequest, NotFound, RateLimited, ServiceUnavailable, TrainSessionError
+from ..errors import (
+    AuthenticationFailed,
+    EngineError,
+    InvalidRequest,
+    NotFound,
+    RateLimited,
+    ServiceUnavailable,
+    TrainSessionError,
+)
 from ..wire import MEDIA_TYPE, pack, unpack
 
 log = logging.getLogger("trainsession.server")
@@ -49,6 +57,8 @@ def error_response(error: Exception, request_id: str) -> Response:
     """What a client is told about an exception; never a traceback."""
     status, body = error_body(error, request_id)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if isinstance(error, AuthenticationFailed):
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, (RateLimited, ServiceUnavailable)):
         headers["Retry-After"] = str(error.details.get("retry_after", RETRY_AFTER_SECONDS))
     return JSONResponse(body, status_code=status, headers=headers)
