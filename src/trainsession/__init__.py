@@ -77,6 +77,7 @@ from .types import (
     TensorData,
     Usage,
     UsageReport,
+    UsageRow,
 )
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ __all__ = [
     "UnsupportedMediaType",
     "Usage",
     "UsageReport",
+    "UsageRow",
     "__version__",
     "as_completed",
 ]

@@ -14,6 +14,7 @@ from .._version import __version__
 from .objects import objects
 from .serve import serving
 from .tenancy import keys, projects
+from .usage import metering
 
 app = typer.Typer(
     help="Train, sample and keep language models on a GPU that you never manage.",
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.add_typer(serving)
 app.add_typer(objects)
+app.add_typer(metering)
 app.add_typer(projects, name="projects")
 app.add_typer(keys, name="keys")
 

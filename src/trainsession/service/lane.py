@@ -203,12 +203,12 @@ class Lane:
         handle = await self.engine()
         metered = [session for session, operation, _ in work if not operation.replay]
         for session in metered:
-            self._meter.enter(handle, session.project, session.id)
+            self._meter.enter(handle, session.project, session.id, self.base_model)
         try:
             outcomes = await self._outcomes_of(self._runner(handle), work)
         finally:
             for session in metered:
-                self._meter.leave(handle, session.project, session.id)
+                self._meter.leave(handle, session.project, session.id, self.base_model)
         seconds = time.monotonic() - started
         for (session, operation, _), outcome in zip(work, outcomes, strict=True):
             self._settle(session, operation, outcome, seconds)

@@ -191,14 +191,14 @@ class Samples:
                 self._spawn(self._fail(run, error))
                 continue
             run.handle = handle
-            self._meter.enter(handle, run.project, run.payer)
+            self._meter.enter(handle, run.project, run.payer, run.lane.base_model)
             handle.sample(item_of(run, request, weights.key), self._listener(run, handle, release))
 
     def _releaser(self, run: SampleRun, handle: EngineHandle, release: Callable[[], None]) -> Callable[[], None]:
         def once() -> None:
             if run.handle is not None:
                 run.handle = None
-                self._meter.leave(handle, run.project, run.payer)
+                self._meter.leave(handle, run.project, run.payer, run.lane.base_model)
             release()
 
         return once

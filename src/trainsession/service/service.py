@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,15 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import sqlalchemy as sa
-
 from ..engine import checkpoint as formats
 from ..engine.api import EngineHost
-from ..errors import Cancelled, InvalidRequest, ServiceUnavailable
+from ..errors import Cancelled, ServiceUnavailable
 from ..limits import Limits
-from ..store.schema import metrics as metrics_table
 from ..store.store import Store
 from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, UsageReport
+from . import metrics_log
 from .bodies import check_name
 from .checkpoints import Checkpoints, Origin
 from .ids import new_id
@@ -39,6 +36,7 @@ from .session import Session
 from .sessions import Sessions, unknown_session
 from .settings import Settings
 from .submission import Submission
+from .usage import UsageQuery
 from .weights import WeightsResolver
 
 
@@ -83,14 +81,15 @@ class Service:
         Args:
             home: Directory of the database and blobs; made if missing (0700).
             host: Where engines come from; the service closes it.
-            prices: A price table in TOML; default: the packaged example prices.
+            prices: A price table in TOML; default: ``prices.toml`` in the home, or the packaged example prices.
             settings: Times and bounds; default: `Settings()`.
 
         Raises:
             StorageError: the home is not writable.
             IncompatibleVersion: the database was written by a newer version.
         """
-        table = PriceTable.load(prices or EXAMPLE_PRICES)
+        own = home / "prices.toml"
+        table = PriceTable.load(prices or (own if own.exists() else EXAMPLE_PRICES))
         store = await asyncio.to_thread(Store, home)
         service = cls(home, store, host, table, settings or Settings())
         try:
@@ -184,26 +183,12 @@ class Service:
     ) -> None:
         """Append a row to the session's metrics log."""
         await self._sessions.info(project, session_id)
-        try:
-            json.dumps(dict(metrics))
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"metrics: not JSON: {error}", details={"key": "metrics"}) from None
-        row = {
-            "project": project,
-            "session_id": session_id,
-            "step": step,
-            "time": time.time(),
-            "metrics": dict(metrics),
-        }
-        await self.store.write(lambda connection: connection.execute(sa.insert(metrics_table).values(**row)))
+        await metrics_log.append(self.store, project, session_id, metrics, step)
 
     async def read_log(self, project: str, session_id: str) -> list[dict[str, Any]]:
         """Rows ``{"step", "time", "metrics"}``, oldest first."""
         await self._sessions.info(project, session_id)
-        columns = (metrics_table.c.step, metrics_table.c.time, metrics_table.c.metrics)
-        query = sa.select(*columns).where(metrics_table.c.session_id == session_id).order_by(metrics_table.c.id)
-        rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
-        return [dict(row) for row in rows]
+        return await metrics_log.read(self.store, session_id)
 
     # --- operations --------------------------------------------------------------------------
 
@@ -353,9 +338,15 @@ class Service:
         )
         return SaveWeightsResponse(published.path, published.size_bytes)
 
-    async def usage(self, project: str, session_id: str | None = None) -> UsageReport:
-        """Tokens, cost and time of one session or of the project, up to now."""
-        return await self._meter.usage(project, session_id)
+    async def usage(self, project: str | None, session_id: str | None = None, **fields: Any) -> UsageReport:
+        """Tokens, cost and time, up to now.
+
+        Args:
+            project: None for all projects, which only an operator may see.
+            session_id: Of one session only.
+            fields: ``by``, ``since`` and ``until`` of a `UsageQuery`.
+        """
+        return await self._meter.usage(UsageQuery(project=project, session_id=session_id, **fields))
 
     # --- inside ------------------------------------------------------------------------------
 

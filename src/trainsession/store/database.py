@@ -271,7 +271,8 @@ def _run_in_savepoint(connection: sa.Connection, item: _Write) -> None:
 
 def connect(path: Path, begin: str = "BEGIN") -> sa.Engine:
     """An engine whose transactions begin explicitly (pysqlite's own rules would defer them)."""
-    engine = sa.create_engine(f"sqlite:///{path}")
+    # Parameters are prompts and keys' hashes: they stay out of what an error says.
+    engine = sa.create_engine(f"sqlite:///{path}", hide_parameters=True)
 
     @event.listens_for(engine, "connect")
     def _on_connect(connection: sqlite3.Connection, _record: Any) -> None:

@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel as PydanticModel
 
 from ..._version import __version__
-from ...errors import InvalidRequest, ServiceUnavailable, UnsupportedMediaType
+from ...errors import InvalidRequest, PermissionDenied, ServiceUnavailable, UnsupportedMediaType
 from ...service.requests import OperationRequest, SampleRequest
 from ...service.service import Service
 from ...types import SessionInfo
@@ -25,6 +25,7 @@ from ..routes import KeyedRoute, PlainRoute
 from ..waiting import unless_closing, while_connected
 
 JSON = "application/json"
+CSV = "text/csv"
 FRAMES_MEDIA_TYPE = "application/vnd.trainsession.v1+msgpack-frames"
 """uint32 little-endian length, then that many bytes of msgpack; again and again."""
 ASK_AGAIN_SECONDS = 1.0
@@ -334,7 +335,17 @@ def _is_file_map(files: Any) -> bool:
     return isinstance(files, dict) and all(isinstance(k, str) and isinstance(v, bytes) for k, v in files.items())
 
 
-@router.get("/usage", tags=["usage"], response_model=schemas.UsageReportBody)
-@needs("read")
-async def usage(query: Annotated[schemas.SessionQuery, Query()], project: Project, service: ServiceOf) -> Response:
-    return JSONResponse(asdict(await service.usage(project, query.session_id)))
+@router.get(
+    "/usage",
+    tags=["usage"],
+    response_model=schemas.UsageReportBody,
+    responses={200: {"content": {CSV: {"schema": {"type": "string"}}}}},
+)
+@needs("usage")
+async def usage(query: Annotated[schemas.UsageParams, Query()], caller: CallerOf, service: ServiceOf) -> Response:
+    """What was metered, as JSON, or its rows as CSV."""
+    if query.all_projects and not caller.operator:
+        raise PermissionDenied("all_projects: only an operator sees other projects", details={"scope": caller.scope})
+    project = None if query.all_projects else caller.project
+    report = await service.usage(project, query.session_id, **query.grouping())
+    return Response(report.to_csv(), media_type=CSV) if query.format == "csv" else JSONResponse(report.to_wire())
