@@ -17,14 +17,14 @@ from .._version import __version__
 from ..errors import TrainSessionError
 from ..service.service import Service
 from .auth import Authenticate
-from .doors import native
+from .doors import native, operator
 from .guard import Guard
 from .responses import error_response
 from .routes import KeyedRoute
 from .schemas import DESCRIBED
 
-PUBLIC = frozenset({"/v1/health", "/openapi.json"})
-"""Routes that need no key: that a service is here, and how it is spoken to."""
+PUBLIC = frozenset({"/v1/health", "/healthz", "/readyz", "/openapi.json"})
+"""Routes that need no key: that a service is here and works, and how it is spoken to."""
 
 
 def create_app(
@@ -55,6 +55,8 @@ def create_app(
     app.include_router(native.hot)
     app.include_router(native.router)
     app.include_router(native.public)
+    app.include_router(operator.router)
+    app.include_router(operator.public)
     _check_keyed(app)
     for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)

@@ -52,6 +52,16 @@ class Health(Answer):
     version: str
 
 
+class Alive(Answer):
+    status: Literal["ok"]
+
+
+class Ready(Answer):
+    ready: bool
+    checks: dict[str, bool]
+    engines_loaded: int
+
+
 class Models(Answer):
     models: list[BaseModel]
 

@@ -28,14 +28,12 @@ from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
 from .recovery import Recovery
 from .requests import OperationResult
-from .runner import Outcome, Runner, as_ours, is_pass
-from .scheduler import Ready, Scheduler
+from .runner import Outcome, Runner, as_ours, is_pass, ready_of
+from .scheduler import Scheduler
 from .session import REPLAYED_KINDS, WINDOW_KINDS, Operation, Session
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
-_MAX_UNFINISHED = 64
-"""Results of one session that may wait for the disk before its next operation does."""
 _PARSE_IN_THREAD = 1 << 20
 
 
@@ -77,6 +75,11 @@ class Lane:
         self._closing = False
 
     # --- what others ask of it ---------------------------------------------------------------
+
+    @property
+    def loaded(self) -> EngineHandle | None:
+        """The engine, once it is loaded."""
+        return self._handle
 
     @property
     def info(self) -> EngineInfo | None:
@@ -163,7 +166,7 @@ class Lane:
             self._wake.clear()
             for session in list(self._sessions.values()):
                 self._pass_ended(session)
-            picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := _ready(s))])
+            picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := ready_of(s))])
             if not picked:
                 await self._wake.wait()
                 continue
@@ -390,11 +393,3 @@ class Lane:
             await self.pool.shrink(handle)
         except StorageError as error:
             logger.warning("frozen weights stay in memory: %s", error.message)
-
-
-def _ready(session: Session) -> Ready | None:
-    operation = session.head
-    if operation is None or len(session.completions) >= _MAX_UNFINISHED:
-        return None
-    passes = is_pass(operation)
-    return Ready(session.project, session.id, max(1, operation.tokens) if passes else 0, mergeable=passes)

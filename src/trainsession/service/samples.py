@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -163,10 +163,14 @@ class Samples:
             self._quotas.count_samples(row.project, 1)
             self._start(source, [SampleRun(row.id, row.project, row.session_id or "", request, source.lane)])
 
+    def queued(self) -> Counter[str]:
+        """Requests of all projects that wait or run, by base model."""
+        return Counter(run.lane.base_model for run in self._runs.values())
+
     def _start(self, source: WeightsSource, runs: Sequence[SampleRun]) -> None:
         for run in runs:
             self._runs[run.id] = run
-            self._outcomes.expect(run.project, run.id, position_of(run))
+            self._outcomes.expect(run.project, run.id, SAMPLE, position_of(run))
         if runs:
             self._spawn(self._feed(source, runs))
 

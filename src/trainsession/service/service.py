@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..engine import checkpoint as formats
-from ..engine.api import EngineHost
+from ..engine.api import EngineHandle, EngineHost
 from ..errors import Cancelled, ServiceUnavailable
 from ..limits import Limits
 from ..store.store import Store
@@ -24,18 +24,20 @@ from .ids import new_id
 from .janitor import Janitor
 from .keys import Keys, SamplesOf
 from .lane import Lane
-from .log import Ending, OperationLog
+from .log import SAMPLE, Ending, OperationLog
 from .metering import Meter
 from .outcomes import Outcomes, unknown_operation
 from .prices import EXAMPLE_PRICES, PriceTable
 from .projects import Projects
 from .quotas import Quotas
+from .readiness import Readiness
 from .requests import Attached, CreateSession, OperationRequest, OperationResult, Results, SampleRequest
 from .samples import Samples
 from .session import Session
 from .sessions import Sessions, unknown_session
 from .settings import Settings
 from .submission import Submission
+from .telemetry import Telemetry
 from .usage import UsageQuery
 from .weights import WeightsResolver
 
@@ -54,7 +56,9 @@ class Service:
         self._scratch = home / "tmp"
         self._lanes: dict[str, Lane] = {}
         self._log = OperationLog(store)
-        self._outcomes = Outcomes(self._log)
+        self.telemetry = Telemetry(store)
+        self._readiness = Readiness(store)
+        self._outcomes = Outcomes(self._log, self.telemetry.ended)
         self._meter = Meter(store, prices)
         self._checkpoints = Checkpoints(store)
         self.keys = Keys(store.database)
@@ -201,7 +205,8 @@ class Service:
                 nothing was logged and the number is free.
         """
         self._check_open()
-        return await self._submission.submit(project, session_id, request)
+        with self.telemetry.submit_seconds.labels(request.kind).time():
+            return await self._submission.submit(project, session_id, request)
 
     async def cancel(self, project: str, operation_id: str, only: SamplesOf | None = None) -> bool:
         """Whether the operation will not run, or a running sample will stop within a step.
@@ -255,7 +260,8 @@ class Service:
             LimitExceeded, RateLimited: name the project's limit.
         """
         self._check_open()
-        return await self._samples.submit(project, weights, requests, idempotency_key, only)
+        with self.telemetry.submit_seconds.labels(SAMPLE).time():
+            return await self._samples.submit(project, weights, requests, idempotency_key, only)
 
     async def stream(
         self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
@@ -339,14 +345,22 @@ class Service:
         return SaveWeightsResponse(published.path, published.size_bytes)
 
     async def usage(self, project: str | None, session_id: str | None = None, **fields: Any) -> UsageReport:
-        """Tokens, cost and time, up to now.
-
-        Args:
-            project: None for all projects, which only an operator may see.
-            session_id: Of one session only.
-            fields: ``by``, ``since`` and ``until`` of a `UsageQuery`.
-        """
+        """Tokens, cost and time up to now; see `UsageQuery` for ``fields``."""
         return await self._meter.usage(UsageQuery(project=project, session_id=session_id, **fields))
+
+    # --- for the operator --------------------------------------------------------------------
+
+    def engines(self) -> dict[str, EngineHandle]:
+        """Those that are loaded, by base model."""
+        return {model: lane.loaded for model, lane in self._lanes.items() if lane.loaded is not None}
+
+    async def check_ready(self) -> dict[str, bool]:
+        """What of the stores can be written; see `Readiness`."""
+        return await self._readiness.check()
+
+    async def metrics(self) -> bytes:
+        """Of the whole service, as Prometheus reads them."""
+        return await self.telemetry.render(self.engines(), self._sessions.queued(), self._samples.queued())
 
     # --- inside ------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ ASK_AGAIN_SECONDS = 1.0
 _FRAME_LENGTH = struct.Struct("<I")
 _ERROR_SCHEMA = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
 # Errors are JSON on every route; FastAPI would give a "model" the media type of the route.
-_ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"content": {JSON: _ERROR_SCHEMA}, "description": "A trainsession error."} for status in ("4XX", "5XX", 422)
 }
 
@@ -69,9 +69,9 @@ ServiceOf = Annotated[Service, Depends(_service)]
 
 public = APIRouter(prefix="/v1", tags=["service"])
 """Needs no key: says that a service is here, and which."""
-router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)], responses=_ERRORS, route_class=KeyedRoute)
+router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)], responses=ERRORS, route_class=KeyedRoute)
 hot = APIRouter(
-    prefix="/v1", tags=["operations"], dependencies=[Depends(authenticated)], responses=_ERRORS, route_class=PlainRoute
+    prefix="/v1", tags=["operations"], dependencies=[Depends(authenticated)], responses=ERRORS, route_class=PlainRoute
 )
 """The calls of every operation and sample; goes before the others, as routes are tried in order."""
 
