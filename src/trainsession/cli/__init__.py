@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"the trainsession command needs {error.name}: pip install 'trainsession[server]'")
 
 from .._version import __version__
+from .doctor import diagnosis
 from .objects import objects
 from .serve import serving
 from .tenancy import keys, projects
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.add_typer(serving)
 app.add_typer(objects)
 app.add_typer(metering)
+app.add_typer(diagnosis)
 app.add_typer(projects, name="projects")
 app.add_typer(keys, name="keys")
 
