@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import sys
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,6 +23,10 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
     home: Home = None,
+    log_format: Annotated[
+        Literal["json", "text"] | None,
+        typer.Option(help="Of the log on stderr; default: text on a terminal, else json."),
+    ] = None,
 ) -> None:
     """Serve the models of this machine until Ctrl-C. Clients need an API key (`trainsession keys`).
 
@@ -36,7 +42,16 @@ def serve(
             f"use one of {', '.join(LOOPBACK)} (and an SSH tunnel from elsewhere)",
             param_hint="--host",
         )
-    from ..transport import foreground
+    from ..transport import foreground, logs
 
-    with errors_as_exit():
-        foreground.serve(host, port, (home or default_home()).absolute(), stderr(), with_keys=not dev)
+    chosen = log_format or ("text" if sys.stderr.isatty() else "json")
+    console, log = stderr(), logging.getLogger("trainsession.serve")
+
+    def say(text: str) -> None:
+        if chosen == "json":
+            log.info("%s", text.strip())
+        else:
+            console.print(text, markup=False)
+
+    with errors_as_exit(), logs.to_stderr(chosen):
+        foreground.serve(host, port, (home or default_home()).absolute(), say, with_keys=not dev)

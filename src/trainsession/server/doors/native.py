@@ -19,6 +19,7 @@ from ...service.service import Service
 from ...types import SessionInfo
 from ...wire import MEDIA_TYPE, pack
 from .. import schemas
+from ..access_log import note
 from ..auth import CallerOf, Project, ask_again, authenticated, needs
 from ..responses import MsgpackResponse, error_body, media_type, unpack_body
 from ..routes import KeyedRoute, PlainRoute
@@ -88,12 +89,14 @@ async def submit(session_id: str, request: Request, caller: CallerOf, service: S
     """Submit one operation; answered once it is durable."""
     operation = OperationRequest.from_wire(await _msgpack_body(request))
     operation_id, seq = await service.submit(caller.project, session_id, operation)
+    note(request, [operation_id])
     return JSONResponse({"operation_id": operation_id, "seq": seq})
 
 
 @router.post("/operations/{operation_id}/cancel", tags=["operations"], response_model=schemas.Cancelled)
 @needs("sample")
-async def cancel(operation_id: str, caller: CallerOf, service: ServiceOf) -> Response:
+async def cancel(operation_id: str, request: Request, caller: CallerOf, service: ServiceOf) -> Response:
+    note(request, [operation_id])
     return JSONResponse({"cancelled": await service.cancel(caller.project, operation_id, caller.only)})
 
 
@@ -113,6 +116,7 @@ async def submit_samples(request: Request, caller: CallerOf, service: ServiceOf)
         raise InvalidRequest(f"the body is {{weights: map, requests: list, idempotency_key?: string}}{what}")
     items = [SampleRequest.from_wire(item) for item in requests]
     ids = await service.submit_samples(caller.project, weights, items, idempotency_key=key, only=caller.only)
+    note(request, ids)
     return JSONResponse({"operation_ids": ids})
 
 
@@ -125,6 +129,7 @@ async def poll_results(request: Request, caller: CallerOf, service: ServiceOf) -
     results = await while_connected(request, poll) if body.timeout else await poll
     if body.timeout:
         await ask_again(request)
+    note(request, [result.operation_id for result in results.results])
     return MsgpackResponse(
         {"results": [result.to_wire() for result in results.results], "positions": results.positions}
     )
@@ -145,6 +150,7 @@ async def stream(
     service: ServiceOf,
 ) -> Response:
     """The tokens of a sample as they come, one msgpack frame an event."""
+    note(request, [operation_id])
     events = service.stream(caller.project, operation_id, query.after, caller.only)
     # The first event decides whether this is an answer or an error with its own status.
     first = await while_connected(request, anext(events, None))
