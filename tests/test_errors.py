@@ -69,6 +69,7 @@ def test_codes_do_not_change() -> None:
         ("UnsupportedMediaType", 415, "unsupported_media_type"),
         ("RateLimited", 429, "rate_limited"),
         ("EngineError", 500, "engine_error"),
+        ("EngineLost", 500, "engine_lost"),
         ("StorageError", 507, "storage_error"),
         ("ServiceUnavailable", 503, "unavailable"),
         ("ConnectionFailed", 503, "connection_failed"),

@@ -30,6 +30,7 @@ and the client raises the class that owns the code.
         PayloadTooLarge
         UnsupportedMediaType
         EngineError                         the engine failed; not the caller's fault
+            EngineLost                      its process ended; seen only where it ends every time
         StorageError                        disk full, home not writable
         ServiceUnavailable
             ConnectionFailed                no service answered
@@ -225,6 +226,12 @@ class EngineError(TrainSessionError):
     """The engine failed while it ran this operation."""
 
     status, code = 500, "engine_error"
+
+
+class EngineLost(EngineError):
+    """The engine's process ended. The service starts another and runs again what was under way."""
+
+    code = "engine_lost"
 
 
 class StorageError(TrainSessionError):

@@ -179,7 +179,7 @@ class Runner:
         # A replay in inexact arithmetic would make other weights under the frozen ones' name.
         if not self._pool.holds(operation.id) and (not operation.replay or self._handle.info.exact):
             await self._handle.call("freeze", session.id, operation.id)
-            self._pool.added(Weights(operation.id, session.project, session.id))
+            self._pool.added(self._handle, Weights(operation.id, session.project, session.id))
         return Outcome(value={"weights": {"operation_id": operation.id}})
 
     async def _load_state(self, session: Session, params: Mapping[str, Any]) -> Outcome:

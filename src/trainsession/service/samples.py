@@ -14,12 +14,13 @@ import sqlalchemy as sa
 
 from .. import wire
 from ..engine.api import EngineHandle, SampleEvent
-from ..errors import Cancelled, NotFound, StorageError, TrainSessionError
+from ..errors import Cancelled, EngineLost, NotFound, StorageError, TrainSessionError
 from ..limits import LIMITS
 from ..store.schema import operations
 from ..store.store import Store
 from .ids import new_id
 from .keys import SamplesOf
+from .lane import MAX_LOSSES
 from .log import SAMPLE, Ending, OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
@@ -34,6 +35,10 @@ from .weights import WeightsResolver, WeightsSource
 logger = logging.getLogger(__name__)
 _REMEMBERED = 256
 """Finished samples whose stream can be replayed from memory."""
+_DIVERGED = (
+    "the engine's process ended while this sample was streamed, and drew other tokens when it was run again "
+    "(outside exact mode it may): the stream cannot be continued. Nothing is charged; ask again"
+)
 
 
 class Samples:
@@ -173,14 +178,14 @@ class Samples:
     async def _feed(self, source: WeightsSource, runs: Sequence[SampleRun]) -> None:
         """Wait for the weights, then hand the requests to the engine."""
         try:
-            handle, weights = await self._resolver.prepare(source, len(runs))
+            handle, releases = await self._resolver.prepare(source, len(runs))
         except Exception as error:
             for run in runs:
                 if not self._closing:
-                    self._spawn(self._fail(run, as_ours(error, run.id)))
+                    self._ended_with(run, source, as_ours(error, run.id))
             return
-        for run in runs:
-            release = self._releaser(run, handle, lambda: source.lane.pool.release(weights))
+        for run, unpin in zip(runs, releases, strict=True):
+            release = self._releaser(run, handle, unpin)
             if run.cancelled or self._closing:
                 release()
                 continue
@@ -192,7 +197,7 @@ class Samples:
                 continue
             run.handle = handle
             self._meter.enter(handle, run.project, run.payer)
-            handle.sample(item_of(run, request, weights.key), self._listener(run, handle, release))
+            handle.sample(item_of(run, request, source.weights.key), self._listener(run, source, release))
 
     def _releaser(self, run: SampleRun, handle: EngineHandle, release: Callable[[], None]) -> Callable[[], None]:
         def once() -> None:
@@ -204,31 +209,40 @@ class Samples:
         return once
 
     def _listener(
-        self, run: SampleRun, handle: EngineHandle, release: Callable[[], None]
+        self, run: SampleRun, source: WeightsSource, release: Callable[[], None]
     ) -> Callable[[SampleEvent], None]:
         def on_event(event: SampleEvent) -> None:
-            if event.done:
-                release()
-                if not self._closing:
-                    self._spawn(self._fail(run, event.error) if event.error else self._finish(run, event))
+            if not event.done:
+                if run.redraws_otherwise(event):
+                    run.diverged = True
+                    if run.handle is not None:
+                        run.handle.cancel(run.id)
+                elif not run.diverged:
+                    run.draw(event)
                 return
-            run.tokens[event.index].extend(event.tokens)
-            run.logprobs[event.index].extend(event.logprobs)
-            run.topk[event.index].extend(event.topk)
-            if event.stop_reason is not None:
-                run.reasons[event.index] = event.stop_reason
-                run.texts[event.index] = event.text
-            run.frame(
-                {
-                    "index": event.index,
-                    "tokens": event.tokens,
-                    "logprobs": event.logprobs,
-                    "text_delta": event.text_delta,
-                    "stop_reason": event.stop_reason,
-                }
-            )
+            release()
+            if self._closing:
+                return
+            if run.diverged:
+                self._spawn(self._fail(run, EngineLost(_DIVERGED, details={"operation_id": run.id})))
+            elif event.error is not None:
+                self._ended_with(run, source, event.error)
+            else:
+                self._spawn(self._finish(run, event))
 
         return on_event
+
+    def _ended_with(self, run: SampleRun, source: WeightsSource, error: TrainSessionError) -> None:
+        """Fail, or draw again where nothing but the engine's process was at fault."""
+        if not isinstance(error, EngineLost):
+            self._spawn(self._fail(run, error))
+        elif run.cancelled:
+            self._spawn(self._finish(run, SampleEvent(request_id=run.id, done=True)))
+        elif run.losses + 1 >= MAX_LOSSES:
+            self._spawn(self._fail(run, error))
+        else:
+            run.draw_again()
+            self._spawn(self._feed(source, [run]))
 
     # --- ends --------------------------------------------------------------------------------
 
@@ -305,6 +319,7 @@ class Samples:
                 yield frame
             return
         position = after
+        run.watched = True
         while True:
             while position < len(run.frames):
                 yield run.frames[position]

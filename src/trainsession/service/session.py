@@ -37,6 +37,8 @@ class Operation:
     error: TrainSessionError | None = None
     """It was refused, cancelled or skipped: it only has to be passed."""
     started: bool = False
+    losses: int = 0
+    """Times that the engine's process ended while it ran this."""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,8 @@ class Session:
     """Part of the accumulation window failed."""
     resident: bool = False
     """The engine holds the adapter, as of operation ``next_run - 1``."""
+    lost: bool = False
+    """An engine that held it is gone: nothing runs before `Recovery.rewind`."""
     fatal: TrainSessionError | None = None
     """Why nothing of this session can run, e.g. its adapter does not fit the model."""
     kept: dict[int, KeptForward] = field(default_factory=dict)
@@ -122,14 +126,26 @@ class Session:
     def idle(self) -> bool:
         return not self.pending and not self.completions
 
+    def lose(self) -> None:
+        """The engine is gone, and what it held of this session with it."""
+        if self.resident:
+            self.resident, self.lost = False, True
+            self.kept.clear()
+            self.replayed.clear()
+
     def passed(self, operation: Operation) -> None:
         """The engine is behind this operation now."""
         del self.pending[operation.seq]
         self.next_run = operation.seq + 1
         if operation.replay:
-            self.replays_left -= 1
-            if self.replays_left == 0:
-                self.replayed.set()
+            self.count_replays(self.replays_left - 1)
+
+    def count_replays(self, left: int) -> None:
+        self.replays_left = left
+        if left:
+            self.replayed.clear()
+        else:
+            self.replayed.set()
 
     def info(self) -> SessionInfo:
         return SessionInfo(

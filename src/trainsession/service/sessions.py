@@ -12,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..engine.api import EngineHost
-from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, SequenceConflict, SessionClosed, from_wire
+from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, SequenceConflict, SessionClosed
 from ..limits import LIMITS, Limits
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
@@ -22,9 +22,10 @@ from .ids import new_id, new_seed
 from .lane import Lane
 from .outcomes import Outcomes
 from .projects import Projects
+from .recovery import Recovery
 from .requests import Attached, CreateSession
 from .runner import check_loadable
-from .session import Operation, Session
+from .session import Session
 
 
 class Sessions:
@@ -49,6 +50,7 @@ class Sessions:
         self._checkpoints = checkpoints
         self._outcomes = outcomes
         self._lane_of = lane_of
+        self._recovery = Recovery(store, checkpoints)
         self._live: dict[str, Session] = {}
         self._loading = asyncio.Lock()
 
@@ -258,37 +260,8 @@ class Sessions:
         if row["state"] == "closed":
             raise SessionClosed(f"session {session_id} is closed", details={"session_id": session_id})
         session = _session(row)
-        newest = (
-            sa.select(internal_snapshots.c.seq, internal_snapshots.c.window)
-            .where(internal_snapshots.c.session_id == session_id)
-            .order_by(internal_snapshots.c.seq.desc())
-            .limit(1)
-        )
-        columns = (operations.c.id, operations.c.seq, operations.c.kind, operations.c.state, operations.c.tokens)
-        query = sa.select(*columns, operations.c.error).where(operations.c.session_id == session_id)
-
-        def read(connection: sa.Connection) -> tuple[Any, list[Any]]:
-            snapshot = connection.execute(newest).one_or_none()
-            covered = 0 if snapshot is None else snapshot.seq
-            return snapshot, list(connection.execute(query.where(operations.c.seq > covered)))
-
-        snapshot, rows = await self._store.read(read)
-        session.next_run = 1 if snapshot is None else snapshot.seq + 1
-        session.incomplete = snapshot is not None and snapshot.window == "incomplete"
-        for found in rows:
-            session.pending[found.seq] = Operation(
-                id=found.id,
-                seq=found.seq,
-                kind=found.kind,
-                tokens=found.tokens,
-                replay=found.state == "done",
-                error=from_wire(found.error or {}) if found.state in ("failed", "cancelled") else None,
-            )
-            session.replays_left += found.state == "done"
-            if found.state == "queued":
-                self.expect(session, found.id, found.seq)
-        if session.replays_left:
-            session.replayed.clear()
+        for operation in await self._recovery.queue(session):
+            self.expect(session, operation.id, operation.seq)
         self._live[session_id] = session
         self._lane_of(session.base_model).add(session)
         return session

@@ -125,8 +125,8 @@ class WeightsResolver:
             operation_id=operation_id,
         )
 
-    async def prepare(self, source: WeightsSource, pins: int) -> tuple[EngineHandle, Weights]:
-        """The engine with these weights in it, pinned ``pins`` times.
+    async def prepare(self, source: WeightsSource, pins: int) -> tuple[EngineHandle, list[Callable[[], None]]]:
+        """The engine with these weights in it, pinned ``pins`` times; what releases each pin.
 
         Raises:
             TrainSessionError: that of the snapshot operation, or `SnapshotLost`.
@@ -139,9 +139,7 @@ class WeightsResolver:
         handle = await source.lane.engine()
         if source.operation_id is not None and not source.lane.pool.holds(source.operation_id):
             await self._replay(source)
-        for _ in range(pins):
-            await source.lane.pool.acquire(handle, weights)
-        return handle, weights
+        return handle, [await source.lane.pool.acquire(handle, weights) for _ in range(pins)]
 
     async def check_payers(self, project: str, session_ids: set[str]) -> None:
         """Raise `NotFound` for a session that is not the project's."""
