@@ -30,6 +30,7 @@ import sqlalchemy as sa
 from tests.service.driver import PROJECT, Trainer, datum, prompt, serving, value
 from trainsession import wire
 from trainsession.runtime.host import LocalHost
+from trainsession.runtime.process import EngineProcess
 from trainsession.service.service import Service
 from trainsession.store.schema import ledger
 from trainsession.types import LoraConfig
@@ -57,6 +58,7 @@ async def loop(service: Service, model: str) -> Trial:
     """Everything is submitted at once, as a client that pipelines does."""
     trainer = await Trainer.create(service, model, lora=LORA)
     ids: list[str] = []
+    streams: list[asyncio.Task[list[int]]] = []
     for step in range(STEPS):
         params = {"loss_fn": "cross_entropy"}
         ids.append(await trainer.submit("forward_backward", params=params, data=_batch(2 * step)))
@@ -74,9 +76,9 @@ async def loop(service: Service, model: str) -> Trial:
             ids += await service.submit_samples(PROJECT, {"operation_id": frozen}, requests)
             streamed = prompt([9, 8, 7], max_tokens=30, seed=5, session_id=trainer.id)
             (stream_id,) = await service.submit_samples(PROJECT, {"operation_id": frozen}, [streamed])
-            streaming = asyncio.create_task(_stream(service, stream_id))
+            streams.append(asyncio.create_task(_stream(service, stream_id)))
     results = [wire.pack(_unbilled(await value(service, operation_id))) for operation_id in ids]
-    tokens = await streaming
+    tokens = await streams[0]
     path = (await trainer.do("save_state"))["path"]
     files = await service.checkpoint_files(PROJECT, path)
     (state,) = (file["sha256"] for file in files if file["name"].endswith(".safetensors"))
@@ -100,16 +102,19 @@ async def _stream(service: Service, operation_id: str) -> list[int]:
     return tokens
 
 
-async def _kill(host: LocalHost, delays: list[float]) -> int:
+async def _kill(host: LocalHost, model: str, delays: list[float]) -> int:
+    """The engine that runs, so many seconds after the trial's start, or once one runs again."""
     kills = 0
-    for delay in delays:
-        await asyncio.sleep(delay)
-        for engine in host._engines.values():
-            pid = getattr(engine, "pid", 0)
-            if pid and engine.alive and engine.ready.done():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                    kills += 1
+    started = time.perf_counter()
+    for delay in sorted(delays):
+        await asyncio.sleep(started + delay - time.perf_counter())
+        engine = host._engines.get(model)
+        while not (isinstance(engine, EngineProcess) and engine.alive and engine.ready.done()):
+            await asyncio.sleep(0.01)
+            engine = host._engines.get(model)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine.pid, signal.SIGKILL)
+            kills += 1
     return kills
 
 
@@ -124,12 +129,14 @@ async def trials(home: Path, model: str, seeds: list[int], say: Any = print) -> 
         seconds = time.perf_counter() - started
         for seed in seeds:
             draw = random.Random(seed)
-            await host.open(model)  # a kill at the end of a trial must not spare the next one
             # The second kill may come while the first one is being recovered from.
             delays = [draw.uniform(0, seconds)] + [draw.uniform(0, 2 * seconds + 6)] * draw.randint(0, 1)
-            killing = asyncio.create_task(_kill(host, delays))
+            killing = asyncio.create_task(_kill(host, model, delays))
             trial = await loop(service, model)
-            kills = await killing
+            try:
+                kills = await asyncio.wait_for(killing, 2 * seconds + 30)
+            except TimeoutError:  # the loop ended without the engine, which nobody starts again
+                kills = 1
             total += kills
             for name in ("results", "stream", "state", "bill"):
                 if getattr(trial, name) != getattr(expected, name):

@@ -183,7 +183,7 @@ class EngineProcess:
         self._lost = EngineLost(f"the process of engine {self._name} is gone: {reason}")
         if not self.ready.done():
             self.ready.set_exception(EngineError(f"{self._name} could not be loaded: {reason}"))
-        elif not self._closing:
+        elif not self._closing and self.ready.exception() is None:
             logger.error("the process of engine %s is gone: %s", self._name, reason)
         error = ServiceUnavailable("the engine is closed") if self._closing else self._lost
         for number in list(self._calls):

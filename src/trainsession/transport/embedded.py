@@ -226,11 +226,20 @@ def open_embedded(home: Path | None = None, *, open_host: OpenHost | None = None
 
 
 def local_host() -> EngineHost:
-    """Engines for the models of this machine."""
+    """Engines for the models of this machine, on threads of this process."""
+    return _host(processes=False)
+
+
+def engine_processes() -> EngineHost:
+    """The same, each in a process of its own."""
+    return _host(processes=True)
+
+
+def _host(*, processes: bool) -> EngineHost:
     require(_ENGINE_MODULES)
     from ..runtime.host import LocalHost
 
-    return LocalHost()
+    return LocalHost(processes=processes)
 
 
 def require(modules: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from ..errors import AuthenticationFailed, ServiceUnavailable
 from ..server.running import Server, bind_tcp
 from ..service.keys import Keys
 from ..store.database import opened
-from .embedded import OpenHost, local_host
+from .embedded import OpenHost, engine_processes
 from .home import HomeLock, prepare, published
 from .serving import serve_home
 
@@ -52,12 +52,20 @@ class AnnouncingHost:
 
 
 def serve(
-    host: str, port: int, home: Path, console: Console, *, with_keys: bool, open_host: OpenHost = local_host
+    host: str,
+    port: int,
+    home: Path,
+    console: Console,
+    *,
+    with_keys: bool,
+    open_host: OpenHost = engine_processes,
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second signal does not wait for running requests.
 
     Args:
         host: An address of this machine; without keys it must be a loopback one.
+        open_host: Makes the engine host; default: each model's engine in a process of its own, so that what
+            ends one leaves the service and its clients alive.
         with_keys: Every request on the port needs an API key; else none does, and all are of one project.
 
     Raises:
