@@ -18,7 +18,7 @@ import pytest
 
 from trainsession.engine.api import SampleEvent, SampleItem, TrainItem
 from trainsession.errors import EngineError, EngineLost, NoGradients, ServiceUnavailable
-from trainsession.runtime.host import EngineOptions, LocalHost
+from trainsession.runtime.host import LOAD_ATTEMPTS, EngineOptions, LocalHost
 from trainsession.runtime.process import EngineProcess
 from trainsession.types import AdamParams, Datum, LoraConfig, SamplingParams
 
@@ -140,6 +140,33 @@ def test_a_host_starts_another_for_one_that_is_lost(tiny_model: Path) -> None:
             await second.call("stats")
 
     asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_a_process_that_ends_while_it_loads_is_started_again_but_not_for_ever(tiny_model: Path) -> None:
+    async def test(kills: int) -> None:
+        host = LocalHost(processes=True, device="cpu", dtype="float32")
+
+        async def kill() -> None:
+            killed: set[int] = set()
+            while len(killed) < kills:
+                await asyncio.sleep(0.01)
+                for engine in host._engines.values():
+                    if isinstance(engine, EngineProcess) and engine.pid and engine.pid not in killed:
+                        os.kill(engine.pid, signal.SIGKILL)
+                        killed.add(engine.pid)
+
+        killing = asyncio.create_task(kill())
+        try:
+            engine = await host.open(str(tiny_model))
+            assert kills < LOAD_ATTEMPTS
+            assert await engine.call("stats")
+        finally:
+            await killing
+            await host.close()
+
+    asyncio.run(asyncio.wait_for(test(1), 120))
+    with pytest.raises(EngineError, match=r"could not be loaded, 3 times: .*exit status -9"):
+        asyncio.run(asyncio.wait_for(test(LOAD_ATTEMPTS), 120))
 
 
 def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, tiny_model: Path) -> None:

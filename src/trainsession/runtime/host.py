@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..engine.api import Engine
+from ..errors import EngineError, EngineLost
 from ..types import BaseModel
 from .catalog import Catalog
 from .thread import EngineThread
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from .process import EngineProcess
 
 Running: TypeAlias = "EngineThread | EngineProcess"
+
+
+LOAD_ATTEMPTS = 3
+"""Times that a process which ends while it loads is started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +90,26 @@ class LocalHost:
             UnknownModel, EngineError: it cannot be loaded; the next call tries again.
         """
         name = await asyncio.to_thread(self.resolve, base_model)
-        with self._lock:
-            engine = self._engines.get(name)
-            if engine is None or not engine.alive:
-                engine = self._engines[name] = self._start(name)
-        try:
-            # Shielded: one caller that gives up must not take the engine from the others.
-            await asyncio.shield(asyncio.wrap_future(engine.ready))
-        except Exception:
+        lost: EngineLost | None = None
+        for _ in range(LOAD_ATTEMPTS):
             with self._lock:
-                if self._engines.get(name) is engine:
-                    del self._engines[name]
-            raise
-        return engine
+                engine = self._engines.get(name)
+                if engine is None or not engine.alive:
+                    engine = self._engines[name] = self._start(name)
+            try:
+                # Shielded: one caller that gives up must not take the engine from the others.
+                await asyncio.shield(asyncio.wrap_future(engine.ready))
+            except EngineLost as error:
+                lost = error
+            except Exception:
+                with self._lock:
+                    if self._engines.get(name) is engine:
+                        del self._engines[name]
+                raise
+            else:
+                return engine
+        assert lost is not None
+        raise EngineError(f"{name} could not be loaded, {LOAD_ATTEMPTS} times: {lost.message}")
 
     def _start(self, name: str) -> Running:
         options = EngineOptions(

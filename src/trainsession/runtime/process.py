@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..engine.api import EngineInfo, SampleEvent, SampleItem
-from ..errors import EngineError, EngineLost, ServiceUnavailable
+from ..errors import EngineLost, ServiceUnavailable
 from .codec import decode, encode
 from .frames import read_frame, write_frame
 from .host import EngineOptions
@@ -40,7 +40,7 @@ class EngineProcess:
         hang_seconds: See `HANG_SECONDS`.
 
     Attributes:
-        ready: The engine's info once it is loaded, or why it cannot be.
+        ready: The engine's info once it is loaded, or why it cannot be; `EngineLost` where the process ended first.
         pid: Of the process; 0 before it runs.
     """
 
@@ -182,7 +182,7 @@ class EngineProcess:
         """Fail everything that waits, at once: from here on nothing comes from this process."""
         self._lost = EngineLost(f"the process of engine {self._name} is gone: {reason}")
         if not self.ready.done():
-            self.ready.set_exception(EngineError(f"{self._name} could not be loaded: {reason}"))
+            self.ready.set_exception(self._lost)
         elif not self._closing and self.ready.exception() is None:
             logger.error("the process of engine %s is gone: %s", self._name, reason)
         error = ServiceUnavailable("the engine is closed") if self._closing else self._lost
