@@ -171,15 +171,16 @@ class Samples:
             if event.stop_reason is not None:
                 run.reasons[event.index] = event.stop_reason
                 run.texts[event.index] = event.text
-            run.frame(
-                {
-                    "index": event.index,
-                    "tokens": event.tokens,
-                    "logprobs": event.logprobs,
-                    "text_delta": event.text_delta,
-                    "stop_reason": event.stop_reason,
-                }
-            )
+            frame: dict[str, Any] = {
+                "index": event.index,
+                "tokens": event.tokens,
+                "logprobs": event.logprobs,
+                "text_delta": event.text_delta,
+                "stop_reason": event.stop_reason,
+            }
+            if run.request.topk_logprobs:
+                frame["topk"] = event.topk
+            run.frame(frame)
 
         return on_event
 
