@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import httpx
 import openai
 import pytest
 
+from tests.client.conftest import serving
 from trainsession import AdamParams, Datum, InvalidRequest, SamplingParams, ServiceClient
 from trainsession.client.training import TrainingClient
+from trainsession.runtime.host import LocalHost
 from trainsession.transport.embedded import EmbeddedService
 
 PROMPT = "The capital of France"
@@ -129,8 +132,6 @@ def test_a_key_and_a_project_are_passed_on(training: TrainingClient) -> None:
 
 def test_the_client_follows_a_home_to_its_next_server(models: Path) -> None:
     """The process that serves a home ends; whoever asks next takes over, in the middle of its request."""
-    from trainsession.runtime.host import LocalHost
-
     home = models / "moving"
     first, second = (EmbeddedService(home, LocalHost) for _ in range(2))
     first._users = second._users = 1
@@ -143,3 +144,20 @@ def test_the_client_follows_a_home_to_its_next_server(models: Path) -> None:
         assert text_of(client, "tiny-llama") == text
         assert second.serves
     second.close()
+
+
+def test_a_stopping_server_ends_streams_and_their_samples(models: Path) -> None:
+    home = models / "stopping"
+    with serving(home, LocalHost) as url:
+        client = openai.OpenAI(base_url=f"{url}/openai/v1", api_key="none", max_retries=0)
+        chunks = client.completions.create(
+            model="tiny-llama", prompt=PROMPT, max_tokens=480, logit_bias={"2": -100}, stream=True
+        )
+        next(iter(chunks))
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(chunks)
+    client.close()
+    with serving(home, LocalHost) as url, ServiceClient(url) as service:
+        # Nobody would read what the next process draws: it draws nothing.
+        time.sleep(1)
+        assert 0 < service.usage().total.sample < 480

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,8 @@ from .weights import WeightsResolver, WeightsSource
 logger = logging.getLogger(__name__)
 _REMEMBERED = 256
 """Finished samples whose stream can be replayed from memory."""
+_CANCEL_SECONDS = 5.0
+"""A closing service waits so long for cancelled samples; they end within a decode step."""
 
 
 class Samples:
@@ -288,6 +291,7 @@ class Samples:
 
     async def close(self) -> None:
         """Stop drawing; unfinished samples stay in the log and are drawn again by the next process."""
+        await self._let_cancelled_end()
         self._closing = True
         for run in self._runs.values():
             if run.handle is not None:
@@ -295,6 +299,15 @@ class Samples:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _let_cancelled_end(self) -> None:
+        """What was cancelled has the tokens that it has: the next process must not draw it to its length."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CANCEL_SECONDS):
+                for run in [run for run in self._runs.values() if run.cancelled]:
+                    while not run.ended:
+                        run.changed.clear()
+                        await run.changed.wait()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
