@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import defaultdict
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
+from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.server.conftest import Door
@@ -231,3 +233,29 @@ def test_logprobs_spell_every_token_and_hold_no_infinity(door: Door) -> None:
     assert all(len({top.token for top in entry.top_logprobs}) == 20 for entry in content)
     # Ids above 300 are rows of the embedding without a token.
     assert all((top.bytes is None) == top.token.startswith("token_id:") for top in tops)
+
+
+def test_neighbours_change_nothing(door: Door) -> None:
+    """Forty at once, streamed and not, each as alone."""
+    fields: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_tokens": 16}
+    alone = {seed: ask(door, seed=seed, max_tokens=16).choices[0].message.content for seed in range(5)}
+
+    async def crowd() -> None:
+        async with AsyncOpenAI(base_url=str(door.openai.base_url), api_key="none", max_retries=0) as client:
+
+            async def streamed(seed: int) -> None:
+                chunks = await client.chat.completions.create(**fields, seed=seed, stream=True)
+                text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+                assert text == alone[seed]
+
+            async def whole(seed: int) -> None:
+                answer = await client.chat.completions.create(**fields, seed=seed)
+                assert answer.choices[0].message.content == alone[seed]
+
+            await asyncio.gather(*((streamed, whole)[n % 2](n % 5) for n in range(40)))
+
+    before = door.metered()
+    asyncio.run(crowd())
+    lengths = {seed: ask(door, seed=seed, max_tokens=16).usage for seed in range(5)}
+    once = sum(usage.completion_tokens for usage in lengths.values() if usage is not None)
+    assert door.metered().sample - before.sample == 9 * once

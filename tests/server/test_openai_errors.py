@@ -64,7 +64,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str | None]] = [
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": "a", "colour": "b"}]}, "messages[0].colour"),
-    ({"messages": [{"role": "user", "content": "a" * 600}]}, "prompt"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
 ]
 
 

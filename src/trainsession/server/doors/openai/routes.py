@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
+from ....errors import InvalidRequest
 from ...auth import Project, authenticated
 from ...plain_route import PlainRoute, ServiceOf
 from .answers import Answer, ChatCompletion, Completion, Model, ModelList, OpenAIError
@@ -48,11 +51,12 @@ async def chat_completions(request: Request, project: Project, service: ServiceO
     tokenizer = await _tokenizers(request).of(model.base_model)
     prompt = await asyncio.to_thread(prompt_of, tokenizer, asked)
     sample = sample_of(asked, prompt, model.payer)
-    drawing = await Drawing.submit(service, project, model.weights, [sample])
-    answer = ChatAnswer(drawing.ids[0], tokenizer, asked, reads_tools=calls_tools(tokenizer, asked))
-    if asked.stream:
-        return EventStream(request, drawing, answer.chunks(await started(request, drawing)))
-    (response,) = await drawing.results(request)
+    with _prompt_is_called("messages"):
+        drawing = await Drawing.submit(service, project, model.weights, [sample])
+        answer = ChatAnswer(drawing.ids[0], tokenizer, asked, reads_tools=calls_tools(tokenizer, asked))
+        if asked.stream:
+            return EventStream(request, drawing, answer.chunks(await started(request, drawing)))
+        (response,) = await drawing.results(request)
     return Response(answer.whole(response).to_json(), media_type="application/json")
 
 
@@ -79,6 +83,17 @@ async def list_models(project: Project, service: ServiceOf) -> Any:
 @router.get("/models/{name:path}", response_model=Model)
 async def get_model(name: str, project: Project, service: ServiceOf) -> Any:
     return await found(service, project, name)
+
+
+@contextmanager
+def _prompt_is_called(field: str) -> Iterator[None]:
+    """Errors of the service that are about the prompt name the field that the caller wrote."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.details.get("key") != "prompt":
+            raise
+        raise type(error)(error.message, details={**error.details, "key": field}) from None
 
 
 def _tokenizers(request: Request) -> Tokenizers:
