@@ -158,6 +158,15 @@ def test_tools_and_calls_are_rendered_as_transformers_does(door: Door, tiny_mode
     assert answer.usage.prompt_tokens == len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def test_strict_is_taken_and_not_shown(door: Door) -> None:
+    strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    answers = (
+        door.openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=1, tools=tools)
+        for tools in (TOOLS, strict)
+    )
+    assert len({answer.usage.prompt_tokens for answer in answers if answer.usage is not None}) == 1
+
+
 def test_tool_choice_none_offers_no_tools(door: Door) -> None:
     plain = door.openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=1)
     none = door.openai.chat.completions.create(

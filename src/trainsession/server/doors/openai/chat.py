@@ -11,6 +11,8 @@ from ....tokenization.chat import template_variables
 from .requests import CalledTool, ChatMessage, ChatRequest
 from .tools import OPENING
 
+_UNRENDERED = {"function": {"strict"}}
+
 
 def prompt_of(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
     """Token ids of the chat, up to the header of the answer.
@@ -27,7 +29,7 @@ def prompt_of(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
     return tokenizer.apply_chat_template(
         [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)],
         add_generation_prompt=True,
-        tools=[tool.model_dump(exclude_unset=True) for tool in tools] if tools else None,
+        tools=[tool.model_dump(exclude_unset=True, exclude=_UNRENDERED) for tool in tools] if tools else None,
         parse_special=False,
     )
 

@@ -103,8 +103,7 @@ class ToolFunction(Request):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
-    """Nothing holds a model to a schema here."""
+    strict: bool | None = Field(default=None, description="Accepted; nothing holds the model to the schema.")
 
 
 class Tool(Request):
