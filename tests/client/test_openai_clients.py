@@ -110,6 +110,26 @@ def test_streamed_top_logprobs_are_those_of_the_whole_sample(training: TrainingC
     assert all(delta.topk_logprobs is None for delta in sampler.stream(PROMPT, 1, PARAMS))
 
 
+def test_a_stream_read_after_a_restart_is_the_same(models: Path) -> None:
+    home = models / "restarted"
+    with serving(home, LocalHost) as url, ServiceClient(url) as service:
+        sampler = service.create_sampling_client("tiny-llama")
+        stream = sampler.stream(PROMPT, 1, PARAMS, topk_logprobs=2)
+        deltas = list(stream)
+        path = f"/v1/samples/{stream.operation_id}/stream"
+    with serving(home, LocalHost) as url, ServiceClient(url) as service:
+
+        async def frames() -> list[dict[str, Any]]:
+            return [frame async for frame in service._connection.transport.stream(path)]
+
+        whole, last = service._connection.io.run(frames())
+    assert last["done"]
+    assert whole["tokens"] == [token for delta in deltas for token in delta.tokens]
+    assert whole["text_delta"] == "".join(delta.text for delta in deltas)
+    topk = [row for delta in deltas for row in delta.topk_logprobs or []]
+    assert [[tuple(entry) for entry in row] for row in whole["topk"]] == topk
+
+
 def test_without_the_package_the_error_says_what_to_install(
     training: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

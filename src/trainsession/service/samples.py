@@ -279,14 +279,17 @@ class Samples:
             return
         if "sequences" not in result.value or after:
             raise NotFound(f"the stream of {operation_id} is over; fetch its result")
-        for index, sequence in enumerate(result.value["sequences"]):
-            yield {
+        for index, sequence in enumerate(wire.samples_from_wire(result.value).sequences):
+            frame: dict[str, Any] = {
                 "index": index,
-                "tokens": sequence["tokens"].tolist(),
-                "logprobs": sequence["logprobs"].tolist(),
-                "text_delta": sequence["text"],
-                "stop_reason": sequence["stop_reason"],
+                "tokens": sequence.tokens,
+                "logprobs": sequence.logprobs,
+                "text_delta": sequence.text,
+                "stop_reason": sequence.stop_reason,
             }
+            if sequence.topk_logprobs is not None:
+                frame["topk"] = sequence.topk_logprobs
+            yield frame
         yield {"done": True, "usage": result.value["usage"]}
 
     async def close(self) -> None:
