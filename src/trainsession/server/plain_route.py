@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, cast
+from typing import Any
 
-from fastapi import Depends, Request, Response
+from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from ..service.service import Service
 from .auth import authenticated
-
-
-async def _service(request: Request) -> Service:
-    return cast(Service, request.app.state.service)
-
-
-ServiceOf = Annotated[Service, Depends(_service)]
 
 
 class PlainRoute(APIRoute):

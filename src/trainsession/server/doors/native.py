@@ -15,11 +15,12 @@ from ..._version import __version__
 from ...errors import InvalidRequest, ServiceUnavailable, UnsupportedMediaType
 from ...limits import LIMITS
 from ...service.requests import OperationRequest, SampleRequest
+from ...service.service import Service
 from ...types import SessionInfo
 from ...wire import MEDIA_TYPE, pack
 from .. import schemas
 from ..auth import Project, authenticated
-from ..plain_route import PlainRoute, ServiceOf
+from ..plain_route import PlainRoute
 from ..responses import MsgpackResponse, error_body, media_type, unpack_body
 from ..waiting import unless_closing, while_connected
 
@@ -47,6 +48,10 @@ def _answers(body: type[PydanticModel], others: dict[int | str, Any] | None = No
     return {"response_class": Response, "responses": {200: success, **(others or {})}}
 
 
+async def _service(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
 async def _msgpack_body(request: Request) -> dict[str, Any]:
     """The request's msgpack map, read only after the key was checked."""
     if media_type(request.headers) != MEDIA_TYPE:
@@ -56,6 +61,8 @@ async def _msgpack_body(request: Request) -> dict[str, Any]:
         raise InvalidRequest(f"the body must be a map, got {type(body).__name__}")
     return body
 
+
+ServiceOf = Annotated[Service, Depends(_service)]
 
 public = APIRouter(prefix="/v1", tags=["service"])
 """Needs no key: says that a service is here, and which."""

@@ -12,7 +12,8 @@ from fastapi.responses import Response
 
 from ....errors import InvalidRequest
 from ...auth import Project, authenticated
-from ...plain_route import PlainRoute, ServiceOf
+from ...plain_route import PlainRoute
+from ..native import ServiceOf
 from .answers import Answer, ChatCompletion, Completion, Model, ModelList, OpenAIError
 from .chat import calls_tools, prompt_of
 from .chat_answers import ChatAnswer, sample_of
