@@ -30,7 +30,7 @@ ALLOWED = {
     "__init__": CONTRACT | {"client", "tokenization"},
 }
 """Layer to what its modules may import of trainsession, beside itself."""
-COMPOSITION_ROOTS = ("transport.embedded", "transport.serving", "transport.dev", "runtime", "cli")
+COMPOSITION_ROOTS = ("transport.embedded", "transport.serving", "transport.foreground", "runtime", "cli")
 """Modules that put the parts together, and may import any of them."""
 MAY_IMPORT_TORCH_LAZILY = {"client.custom_loss", "types.data"}
 SERVER_PACKAGES = {"fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic"}

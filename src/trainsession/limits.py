@@ -30,7 +30,13 @@ class Limits:
     """Characters of one stop string."""
     max_logit_bias: int = 1_024
     max_live_sessions: int = 64
+    """Sessions of one project that are not closed."""
     max_queued_operations: int = 4_096
+    """Training operations of one project that wait or run."""
+    max_concurrent_samples: int = 16_384
+    """Sample requests (prompts) of one project that wait or run."""
+    max_tokens_per_minute: int = 1_000_000_000
+    """Prompt, sampled and trained tokens of one project; as it stands, more than one service can do."""
     max_name_length: int = 128
     max_tags: int = 32
     max_metadata_bytes: int = 16_384
@@ -51,3 +57,12 @@ class Limits:
 
 
 LIMITS = Limits()
+
+PROJECT_LIMITS = (
+    "max_live_sessions",
+    "max_queued_operations",
+    "max_concurrent_samples",
+    "max_tokens_per_minute",
+    "max_body_bytes",
+)
+"""Those that an operator can set for each project."""

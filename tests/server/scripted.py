@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from trainsession.errors import NotFound
+from trainsession.limits import LIMITS, Limits
 from trainsession.server.auth import Authenticate, allow_all
 from trainsession.server.guard import LOOPBACK_HOSTS
 from trainsession.server.running import Server, bind_tcp
+from trainsession.service.keys import SamplesOf
 from trainsession.service.requests import CreateSession, OperationRequest, OperationResult, Results
 from trainsession.service.service import Service
 from trainsession.types import BaseModel, Checkpoint, SessionInfo
@@ -46,7 +48,9 @@ class ScriptedService(Service):
     async def list_sessions(self, project: str) -> list[SessionInfo]:
         return []
 
-    async def list_checkpoints(self, project: str, session_id: str | None = None) -> list[Checkpoint]:
+    async def list_checkpoints(
+        self, project: str, session_id: str | None = None, only: SamplesOf | None = None
+    ) -> list[Checkpoint]:
         return []
 
     async def submit(self, project: str, session_id: str, request: OperationRequest) -> tuple[str, int]:
@@ -64,7 +68,12 @@ class ScriptedService(Service):
         return [{"step": step, "time": 0.0, "metrics": metrics} for metrics, step in self.logged]
 
     async def results(
-        self, project: str, wait: Sequence[str], ack: Sequence[str] = (), timeout: float = 0.0
+        self,
+        project: str,
+        wait: Sequence[str],
+        ack: Sequence[str] = (),
+        timeout: float = 0.0,
+        only: SamplesOf | None = None,
     ) -> Results:
         self.polls += 1
         self.polls_now += 1
@@ -76,7 +85,12 @@ class ScriptedService(Service):
         finally:
             self.polls_now -= 1
 
-    async def stream(self, project: str, operation_id: str, after: int = 0) -> AsyncIterator[dict[str, Any]]:
+    async def limits(self, project: str) -> Limits:
+        return LIMITS
+
+    async def stream(
+        self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
         if operation_id == "op_unknown":
             raise NotFound("no such operation")
         for index in range(after, self.stream_length):

@@ -6,8 +6,7 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import cast
 
 import httpx
 import pytest
@@ -23,11 +22,10 @@ from trainsession.errors import (
     TrainSessionError,
     from_wire,
 )
-from trainsession.server.app import create_app
+from trainsession.server.app import PUBLIC, all_routes, create_app
 from trainsession.server.auth import allow_all
+from trainsession.service.keys import Caller
 from trainsession.wire import MEDIA_TYPE, pack, unpack
-
-PUBLIC = {"/v1/health", "/openapi.json"}
 
 
 def all_classes(cls: type[TrainSessionError]) -> list[type[TrainSessionError]]:
@@ -132,20 +130,12 @@ def test_nan_metrics_survive_the_log(http: httpx.Client) -> None:
     assert rows[1]["metrics"] == {"loss": 0.5}
 
 
-def all_routes(app: Any) -> Iterator[Route]:
-    """Every route of an app, however deep FastAPI keeps the routers that were included."""
-    for route in app.routes:
-        if isinstance(route, Route):
-            yield route
-        else:
-            yield from all_routes(route.original_router)
-
-
 def test_no_route_but_health_answers_without_a_key(service: ScriptedService) -> None:
-    async def refuse(request: Request) -> str:
+    async def refuse(request: Request) -> Caller:
         raise AuthenticationFailed("no key")
 
-    routes = list(all_routes(create_app(service, authenticate=refuse)))
+    assert {"/v1/health", "/openapi.json"} == PUBLIC
+    routes = [cast(Route, route) for route in all_routes(create_app(service, authenticate=refuse))]
     assert len(routes) > 20
     with serving(service, authenticate=refuse) as (url, _), httpx.Client(base_url=url) as client:
         for route in routes:

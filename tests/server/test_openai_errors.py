@@ -21,6 +21,7 @@ from trainsession.errors import (
     SessionClosed,
     TrainSessionError,
 )
+from trainsession.service.keys import Caller
 
 CHAT: list[Any] = [{"role": "user", "content": "Hi"}]
 TEXT = {"type": "text", "text": "a"}
@@ -166,12 +167,12 @@ class OneKey:
 
     raises: TrainSessionError | None = None
 
-    async def __call__(self, request: Request) -> str:
+    async def __call__(self, request: Request) -> Caller:
         if self.raises is not None:
             raise self.raises
         if request.headers.get("authorization") != "Bearer good":
             raise AuthenticationFailed("the API key is not valid")
-        return "default"
+        return Caller("default")
 
 
 @pytest.fixture

@@ -15,17 +15,18 @@ from tests.service.driver import Trainer, result
 from trainsession.errors import AuthenticationFailed
 from trainsession.runtime.host import LocalHost
 from trainsession.server.running import Server, bind_tcp
+from trainsession.service.keys import Caller
 from trainsession.service.service import Service
 
 MODEL = "tiny-llama"
 PROJECT = {"Bearer key-a": "a", "Bearer key-b": "b"}
 
 
-async def by_key(request: Request) -> str:
+async def by_key(request: Request) -> Caller:
     project = PROJECT.get(request.headers.get("authorization", ""))
     if project is None:
         raise AuthenticationFailed("the API key is not valid")
-    return project
+    return Caller(project)
 
 
 @asynccontextmanager

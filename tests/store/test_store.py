@@ -15,12 +15,12 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy.exc import IntegrityError
 
-from trainsession.errors import IncompatibleVersion, StorageError
+from trainsession.errors import IncompatibleVersion, ServiceUnavailable, StorageError
 from trainsession.store.blobs import LocalBlobs
 from trainsession.store.database import Database, Prepared, connect
 from trainsession.store.schema import SCHEMA_VERSION, meta, metadata, projects
 from trainsession.store.store import INLINE_BYTES, Store
-from trainsession.store.upgrade import prepare, schema_of
+from trainsession.store.upgrade import migrate, prepare, schema_of
 
 
 def put(key: str, value: str = "x") -> sa.Insert:
@@ -52,20 +52,40 @@ def test_a_newer_database_is_refused_with_the_version_it_needs(tmp_path: Path) -
     assert schema_of(path) == "9999"
 
 
-def test_an_older_database_is_copied_before_it_is_upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_database_is_copied_and_upgraded_with_what_it_holds(tmp_path: Path) -> None:
     path = tmp_path / "service.db"
-    prepare(path)
+    path.touch()
+    migrate(path, "0001")
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("INSERT INTO meta VALUES ('kept', 'value')")
-    upgraded: list[Path] = []
-    monkeypatch.setattr("trainsession.store.upgrade.SCHEMA_VERSION", "0002")
-    monkeypatch.setattr("trainsession.store.upgrade.migrate", upgraded.append)
+        connection.execute("INSERT INTO projects VALUES ('default', 2.5)")
     prepare(path)
-    assert upgraded == [path]
-    copy = tmp_path / "service.db.before-0002"
-    with closing(sqlite3.connect(copy)) as connection:
-        assert connection.execute("SELECT value FROM meta WHERE key = 'kept'").fetchone() == ("value",)
+    assert schema_of(path) == SCHEMA_VERSION
+    copy = tmp_path / f"service.db.before-{SCHEMA_VERSION}"
+    assert schema_of(copy) == "0001"
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    for file in (path, copy):
+        with closing(sqlite3.connect(file)) as connection:
+            assert connection.execute("SELECT value FROM meta WHERE key = 'kept'").fetchone() == ("value",)
+            assert connection.execute("SELECT id, busy_seconds FROM projects").fetchall() == [("default", 2.5)]
+
+
+def test_a_look_up_sees_what_another_process_just_committed(tmp_path: Path) -> None:
+    find = Prepared(sa.select(meta.c.value).where(meta.c.key == sa.bindparam("of")))
+
+    async def test() -> None:
+        database = Database.open(tmp_path / "service.db")
+        assert await database.look_up(find, {"of": "k"}) == []
+        with closing(sqlite3.connect(tmp_path / "service.db")) as other:
+            for value in ("first", "second"):
+                with other:
+                    other.execute("INSERT OR REPLACE INTO meta VALUES ('k', ?)", (value,))
+                assert await database.look_up(find, {"of": "k"}) == [(value,)]
+        await database.close()
+        with pytest.raises(ServiceUnavailable):
+            await database.look_up(find, {"of": "k"})
+
+    asyncio.run(test())
 
 
 def test_writes_are_grouped_and_one_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ..errors import ConnectionFailed
+from ..errors import AuthenticationFailed, ConnectionFailed
 from .io_loop import IoLoop, io_loop
 from .poller import ResultPoller
 
@@ -140,8 +140,8 @@ class Connection:
 async def _close(live: _Live) -> None:
     try:
         await live.poller.close(_CLOSED)
-    except ConnectionFailed:
-        pass  # The service is gone: nobody is left to acknowledge results to.
+    except (ConnectionFailed, AuthenticationFailed):
+        pass  # The service is gone, or takes this key no longer: results cannot be acknowledged, and expire.
     finally:
         await live.transport.close()
 

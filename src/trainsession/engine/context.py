@@ -51,7 +51,7 @@ class Segment:
 
 PASS_TILE = 128
 """Rows of one product in exact mode, in training and prefill passes."""
-TRAINING_TILES = (PASS_TILE, 256, 512)
+TRAINING_TILES = (PASS_TILE, 256, 512, 1024)
 """The same for training passes, by the size of the microbatches in them: larger is faster."""
 DECODE_TILE = 32
 """The same for decode passes, which have few rows."""

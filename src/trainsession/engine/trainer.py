@@ -29,8 +29,10 @@ from .packing import Microbatch, plan, tile_of
 from .run import Run, TargetLayout
 from .varlen import VarlenAttention
 
-CPU_TOKEN_BUDGET = 512
-"""Tokens of a packed pass: enough for efficient products, with activations well below a gigabyte."""
+CPU_BUDGET_BYTES = 2048
+"""Tokens of a packed pass times the bytes of a number: 512 in float32 and 1,024 in bf16, so that
+activations take equally much memory, below a gigabyte in a small model. In bf16 2,048 tokens of a
+135M model took 6.5 s with 512 a pass, 5.1 s with 1,024 and no less with 2,048 (two AMX cores)."""
 CUDA_TOKEN_BUDGET = 8192
 KEPT_BUDGETS = 4
 """A kept forward of more than this many token budgets is computed again by its backward."""
@@ -62,13 +64,14 @@ class Trainer:
 
     Args:
         model: The base model.
-        token_budget: Tokens of a packed pass; default 512 on the CPU and 8,192 on CUDA. A longer
-            sequence is a pass of its own.
+        token_budget: Tokens of a packed pass; default 512 on the CPU (1,024 in half precision) and
+            8,192 on CUDA. A longer sequence is a pass of its own.
     """
 
     def __init__(self, model: LoadedModel, *, token_budget: int | None = None) -> None:
         self.model = model
-        default = CPU_TOKEN_BUDGET if model.device.type == "cpu" else CUDA_TOKEN_BUDGET
+        on_cpu = model.device.type == "cpu"
+        default = CPU_BUDGET_BYTES // model.dtype.itemsize if on_cpu else CUDA_TOKEN_BUDGET
         self.token_budget = default if token_budget is None else token_budget
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute
 from starlette.types import Scope
 
 from .._version import __version__
@@ -20,7 +21,11 @@ from .auth import Authenticate
 from .doors import native, openai
 from .guard import Guard
 from .responses import error_response
+from .routes import KeyedRoute
 from .schemas import DESCRIBED
+
+PUBLIC = frozenset({"/v1/health", "/openapi.json"})
+"""Routes that need no key: that a service is here, and how it is spoken to."""
 
 
 def create_app(
@@ -34,7 +39,7 @@ def create_app(
 
     Args:
         service: Open, and used on the event loop that serves this app.
-        authenticate: The project of a request, or `AuthenticationFailed`.
+        authenticate: Whom a request comes from, or `AuthenticationFailed`.
         hosts: Names that the ``Host`` header may carry (`guard.LOOPBACK_HOSTS`), or None for any.
         closing: Done when the server begins to stop: long polls and streams then end.
     """
@@ -54,11 +59,29 @@ def create_app(
     app.include_router(native.public)
     app.include_router(openai.hot)
     app.include_router(openai.router)
+    _check_keyed(app)
     for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Guard, hosts=hosts, answer=_answer)
     _describe_msgpack(app)
     return app
+
+
+def _check_keyed(app: FastAPI) -> None:
+    """Raise `TypeError` for a route that would answer without a key, other than those that are to."""
+    for route in all_routes(app.router):
+        if not isinstance(route, KeyedRoute) and getattr(route, "path", None) not in PUBLIC:
+            raise TypeError(f"{route} would answer without a key: its router's route_class must be a KeyedRoute")
+
+
+def all_routes(router: Any) -> Iterator[BaseRoute]:
+    """Every route, however deep FastAPI keeps the routers that were included."""
+    for route in router.routes:
+        inner = getattr(route, "original_router", None)
+        if inner is None:
+            yield route
+        else:
+            yield from all_routes(inner)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -74,7 +74,7 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_origin(scope, headers)
             _check_version(headers)
-            await self.app(scope, self._limited(headers, receive), send_named)
+            await self.app(scope, self._limited(scope, headers, receive), send_named)
         except Exception as error:
             if started:
                 raise  # the answer has begun: all that is left is to break the connection
@@ -91,8 +91,10 @@ class Guard:
         if origin is not None and urlsplit(origin).hostname not in self.hosts:
             raise PermissionDenied(f"requests of web pages of {origin!r} are not served here")
 
-    def _limited(self, headers: Headers, receive: Receive) -> Receive:
+    def _limited(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """``receive`` that refuses an unknown media type or too large a body, and decompresses it.
+
+        The bound stands in the request's state as ``body``, for whoever learns of a lower one.
 
         Raises (here or while the body is read):
             UnsupportedMediaType, PayloadTooLarge, InvalidRequest.
@@ -103,11 +105,10 @@ class Guard:
         kind = media_type(headers)
         if kind not in (JSON, MEDIA_TYPE):
             raise UnsupportedMediaType(f"Content-Type {kind or '(none)'!r}; this service reads {JSON} and {MEDIA_TYPE}")
-        bound = self.limits.max_json_bytes if kind == JSON else self.limits.max_body_bytes
         if not length.isdigit():
             raise InvalidRequest(f"Content-Length {length!r} is not a number")
-        if int(length) > bound:
-            raise _too_large(bound)
+        limit = "max_json_bytes" if kind == JSON else "max_body_bytes"
+        bound = scope["state"]["body"] = BodyBound(limit, getattr(self.limits, limit), int(length))
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding == "identity":
             return _counted(receive, bound)
@@ -120,21 +121,50 @@ def _native_answer(error: Exception, scope: Scope) -> Response:
     return error_response(error, scope["state"]["request_id"])
 
 
-def _counted(receive: Receive, bound: int) -> Receive:
+class BodyBound:
+    """How large a request's body may be, while it is being received.
+
+    Args:
+        limit: Name of the limit.
+        value: Bytes after decompression.
+        declared: Bytes that the request announced; 0 for none.
+
+    Raises:
+        PayloadTooLarge: it announced more.
+    """
+
+    def __init__(self, limit: str, value: int, declared: int) -> None:
+        self.limit, self.value, self._declared = limit, value, declared
+        self.check(declared)
+
+    def lower(self, value: int) -> None:
+        """A project's own ``max_body_bytes``, of which it is known only now whose body this is."""
+        if value < self.value:
+            self.limit, self.value = "max_body_bytes", value
+            self.check(self._declared)
+
+    def check(self, size: int) -> None:
+        if size > self.value:
+            raise PayloadTooLarge(
+                f"the body is larger than {self.limit} = {self.value} bytes",
+                details={"limit": self.limit, "bound": self.value},
+            )
+
+
+def _counted(receive: Receive, bound: BodyBound) -> Receive:
     received = 0
 
     async def counted() -> Message:
         nonlocal received
         message = await receive()
         received += len(message.get("body", b""))
-        if received > bound:
-            raise _too_large(bound)
+        bound.check(received)
         return message
 
     return counted
 
 
-def _decompressed(receive: Receive, bound: int) -> Receive:
+def _decompressed(receive: Receive, bound: BodyBound) -> Receive:
     done = False
 
     async def decompressed() -> Message:
@@ -152,9 +182,9 @@ def _decompressed(receive: Receive, bound: int) -> Receive:
         done = True
         data = b"".join(parts)
         plain = (
-            decompress(data, bound)
+            decompress(data, bound.value)
             if len(data) < OFF_LOOP_ABOVE // 64  # zstd can grow far: decide by a small input
-            else await asyncio.to_thread(decompress, data, bound)
+            else await asyncio.to_thread(decompress, data, bound.value)
         )
         return {"type": "http.request", "body": plain, "more_body": False}
 
@@ -169,7 +199,3 @@ def _check_version(headers: Headers) -> None:
             f"this service speaks protocol {', '.join(map(str, sorted(SUPPORTED_VERSIONS)))}, "
             f"the request {version!r}; upgrade the older side"
         )
-
-
-def _too_large(bound: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"the body is larger than {bound} bytes", details={"bound": bound})

@@ -12,7 +12,15 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from ..errors import EngineError, InvalidRequest, NotFound, RateLimited, ServiceUnavailable, TrainSessionError
+from ..errors import (
+    AuthenticationFailed,
+    EngineError,
+    InvalidRequest,
+    NotFound,
+    RateLimited,
+    ServiceUnavailable,
+    TrainSessionError,
+)
 from ..wire import MEDIA_TYPE, pack, unpack
 
 log = logging.getLogger("trainsession.server")
@@ -54,6 +62,8 @@ def error_response(error: Exception, request_id: str) -> Response:
 def error_headers(error: Exception) -> dict[str, str]:
     """Those that belong to an error's answer, whatever the body's shape."""
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if isinstance(error, AuthenticationFailed):
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, (RateLimited, ServiceUnavailable)):
         headers["Retry-After"] = str(error.details.get("retry_after", RETRY_AFTER_SECONDS))
     return headers

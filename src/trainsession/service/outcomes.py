@@ -90,8 +90,7 @@ class Outcomes:
         open_ids: list[str] = []
         for operation_id in ids:
             if operation_id not in found:
-                unknown = NotFound(f"no operation {operation_id} in this project", details={"id": operation_id})
-                ready.append(OperationResult(operation_id, "failed", error=unknown))
+                ready.append(OperationResult(operation_id, "failed", error=unknown_operation(operation_id)))
             elif (result := found[operation_id]) is not None:
                 ready.append(result)
             else:
@@ -121,3 +120,8 @@ class Outcomes:
     def _position(self, operation_id: str) -> int:
         entry = self._open.get(operation_id)
         return 0 if entry is None else max(0, entry[1]())
+
+
+def unknown_operation(operation_id: str) -> NotFound:
+    """It does not exist, or not for this caller."""
+    return NotFound(f"no operation {operation_id} in this project", details={"id": operation_id})

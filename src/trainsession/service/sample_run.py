@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import wire
 from ..engine.api import EngineHandle, EngineInfo, SampleEvent, SampleItem
-from ..errors import PromptTooLong
+from ..errors import PermissionDenied, PromptTooLong
 from ..types import SampledSequence, SampleResponse, Usage
 from .bodies import check_ids
 from .ids import new_seed
@@ -102,6 +102,17 @@ def item_of(run: SampleRun, request: SampleRequest, weights: str | None) -> Samp
         topk_logprobs=request.topk_logprobs,
         cache_salt=run.project,
     )
+
+
+def paid_by(requests: Sequence[SampleRequest], session_id: str) -> list[SampleRequest]:
+    """The requests of a caller that is bound to a session, which pays.
+
+    Raises:
+        PermissionDenied: one names another session.
+    """
+    if any(request.session_id not in (None, session_id) for request in requests):
+        raise PermissionDenied(f"this key can only sample session {session_id}", details={"session_id": session_id})
+    return [replace(request, session_id=session_id) for request in requests]
 
 
 def with_seed(request: SampleRequest, seed: int | None = None) -> SampleRequest:

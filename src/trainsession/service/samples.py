@@ -20,12 +20,15 @@ from ..limits import LIMITS
 from ..store.schema import operations
 from ..store.store import Store
 from .ids import new_id
+from .keys import SamplesOf
 from .log import SAMPLE, Ending, OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
+from .projects import Projects
+from .quotas import Quotas
 from .requests import OperationResult, SampleRequest
 from .runner import as_ours
-from .sample_run import SampleRun, fit, item_of, pack_sample, position_of, unpack_sample, with_seed
+from .sample_run import SampleRun, fit, item_of, pack_sample, paid_by, position_of, unpack_sample, with_seed
 from .settings import Settings
 from .weights import WeightsResolver, WeightsSource
 
@@ -44,6 +47,8 @@ class Samples:
         outcomes: Outcomes,
         meter: Meter,
         resolver: WeightsResolver,
+        projects: Projects,
+        quotas: Quotas,
         settings: Settings,
     ) -> None:
         self._store = store
@@ -51,6 +56,8 @@ class Samples:
         self._outcomes = outcomes
         self._meter = meter
         self._resolver = resolver
+        self._projects = projects
+        self._quotas = quotas
         self._settings = settings
         self._runs: dict[str, SampleRun] = {}
         self._finished: OrderedDict[str, SampleRun] = OrderedDict()
@@ -58,15 +65,47 @@ class Samples:
         self._closing = False
 
     async def submit(
-        self, project: str, weights: Mapping[str, Any], requests: Sequence[SampleRequest], key: str
+        self,
+        project: str,
+        weights: Mapping[str, Any],
+        requests: Sequence[SampleRequest],
+        key: str,
+        only: SamplesOf | None = None,
     ) -> list[str]:
         """Accept all requests in one commit, or none.
 
         Raises:
             InvalidRequest, NotFound: what the engine could not run, as far as it is known yet.
+            PermissionDenied: not ``only`` of that session.
+            RateLimited: the project has as many under way, or used as many tokens, as it may.
         """
         LIMITS.check("max_prompts", len(requests), "requests")
-        source = await self._resolver.resolve(project, weights)
+        limits = await self._projects.limits(project)
+        self._quotas.tokens.check(project, limits.max_tokens_per_minute)
+        self._quotas.take_samples(project, len(requests), limits)
+        runs: list[SampleRun] = []
+        try:
+            if only is not None and only.session_id is not None:
+                source = await self._resolver.resolve_within(project, weights, only.session_id)
+                requests = paid_by(requests, only.session_id)
+            else:
+                source = await self._resolver.resolve(project, weights)
+            runs, ids = await self._accept(project, source, weights, requests, key)
+        finally:
+            self._quotas.count_samples(project, len(runs) - len(requests))
+        self._start(source, runs)
+        self._quotas.tokens.spend(project, sum(int(run.request.prompt.size) for run in runs))
+        return ids
+
+    async def _accept(
+        self,
+        project: str,
+        source: WeightsSource,
+        weights: Mapping[str, Any],
+        requests: Sequence[SampleRequest],
+        key: str,
+    ) -> tuple[list[SampleRun], list[str]]:
+        """(what is to be started, ids); nothing is to be started for a retry."""
         info = source.lane.info
         for index, request in enumerate(requests):
             try:
@@ -102,13 +141,20 @@ class Samples:
         if rows:
             earlier = await self._log.accept_samples(rows)
             if earlier is not None:
-                return earlier
+                return [], earlier
         runs = [
             SampleRun(row["id"], project, row["session_id"] or "", request, source.lane)
             for row, request in zip(rows, seeded, strict=True)
         ]
-        self._start(source, runs)
-        return [run.id for run in runs]
+        return runs, [run.id for run in runs]
+
+    async def among(self, project: str, ids: Sequence[str], only: SamplesOf) -> set[str]:
+        """Those of the ids that are samples of the project, and of the session that ``only`` names."""
+        query = sa.select(operations.c.id).where(operations.c.project == project, operations.c.kind == SAMPLE)
+        query = query.where(operations.c.id.in_(list(ids)))
+        if only.session_id is not None:
+            query = query.where(operations.c.session_id == only.session_id)
+        return set(await self._store.read(lambda connection: connection.execute(query).scalars().all()))
 
     async def load_unfinished(self) -> None:
         """Run again what an earlier process accepted and did not finish."""
@@ -117,6 +163,7 @@ class Samples:
         for row in await self._store.read(lambda connection: connection.execute(query).all()):
             source = self._resolver.from_row(row.project, row.weights)
             request = with_seed(unpack_sample(await self._log.body(row.id)), row.weights["seed"])
+            self._quotas.count_samples(row.project, 1)
             self._start(source, [SampleRun(row.id, row.project, row.session_id or "", request, source.lane)])
 
     def _start(self, source: WeightsSource, runs: Sequence[SampleRun]) -> None:
@@ -191,6 +238,7 @@ class Samples:
 
     async def _finish(self, run: SampleRun, end: SampleEvent) -> None:
         tokens = {"prefill": int(run.request.prompt.size), "sample": sum(map(len, run.tokens))}
+        self._quotas.tokens.spend(run.project, tokens["sample"])
         usage = self._meter.prices.priced(run.lane.base_model, tokens)
         value = wire.samples_to_wire(run.response(end, usage))
         ending = Ending(
@@ -224,7 +272,8 @@ class Samples:
         return False
 
     def _end(self, run: SampleRun, result: OperationResult, frame: dict[str, Any]) -> None:
-        self._runs.pop(run.id, None)
+        if self._runs.pop(run.id, None) is not None:
+            self._quotas.count_samples(run.project, -1)
         self._finished[run.id] = run
         while len(self._finished) > _REMEMBERED:
             self._finished.popitem(last=False)

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +16,8 @@ import sqlalchemy as sa
 
 from ..engine import checkpoint as formats
 from ..engine.api import EngineHost
-from ..errors import Cancelled, InvalidRequest, NotFound, ServiceUnavailable
+from ..errors import Cancelled, InvalidRequest, ServiceUnavailable
+from ..limits import Limits
 from ..store.schema import metrics as metrics_table
 from ..store.store import Store
 from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, UsageReport
@@ -24,15 +26,18 @@ from .bodies import check_name
 from .checkpoints import Checkpoints, Origin
 from .ids import new_id
 from .janitor import Janitor
+from .keys import Keys, SamplesOf
 from .lane import Lane
 from .log import Ending, OperationLog
 from .metering import Meter
-from .outcomes import Outcomes
+from .outcomes import Outcomes, unknown_operation
 from .prices import EXAMPLE_PRICES, PriceTable
+from .projects import Projects
+from .quotas import Quotas
 from .requests import Attached, CreateSession, OperationRequest, OperationResult, Results, SampleRequest
 from .samples import Samples
 from .session import Session
-from .sessions import Sessions
+from .sessions import Sessions, unknown_session
 from .settings import Settings
 from .submission import Submission
 from .weights import WeightsResolver
@@ -55,11 +60,18 @@ class Service:
         self._outcomes = Outcomes(self._log)
         self._meter = Meter(store, prices)
         self._checkpoints = Checkpoints(store)
-        self._sessions = Sessions(store, host, self._checkpoints, self._outcomes, self._lane_of)
+        self.keys = Keys(store.database)
+        self.projects = Projects(store.database)
+        quotas = Quotas()
+        self._sessions = Sessions(store, host, self._checkpoints, self._outcomes, self.projects, self._lane_of)
         self._base_samplers = BaseSamplers(self._sessions, host)
         resolver = WeightsResolver(store, host, self._checkpoints, self._sessions, self._outcomes, self._lane_of)
-        self._samples = Samples(store, self._log, self._outcomes, self._meter, resolver, settings)
-        self._submission = Submission(store, self._log, self._outcomes, self._sessions, self._lane_of)
+        self._samples = Samples(
+            store, self._log, self._outcomes, self._meter, resolver, self.projects, quotas, settings
+        )
+        self._submission = Submission(
+            store, self._log, self._outcomes, self._sessions, self.projects, quotas, self._lane_of
+        )
         self._janitor = Janitor(store, self._checkpoints, self._sessions, self._lane_of, self._retire, settings)
         self._janitor_task: asyncio.Task[None] | None = None
         self._closing = False
@@ -108,6 +120,10 @@ class Service:
         await self._host.close()
         await self.store.close()
 
+    async def limits(self, project: str) -> Limits:
+        """What applies to a project now."""
+        return await self.projects.limits(project)
+
     # --- models ------------------------------------------------------------------------------
 
     def list_base_models(self) -> list[BaseModel]:
@@ -141,8 +157,13 @@ class Service:
         """Newest first, closed ones included."""
         return await self._sessions.list(project)
 
-    async def get_session(self, project: str, session_id: str) -> SessionInfo:
-        return await self._sessions.info(project, session_id)
+    async def get_session(self, project: str, session_id: str, only: SamplesOf | None = None) -> SessionInfo:
+        """To who only samples it, without what its owner wrote down in it."""
+        if only is None:
+            return await self._sessions.info(project, session_id)
+        if only.hides(session_id):
+            raise unknown_session(session_id)
+        return replace(await self._sessions.info(project, session_id), name="", tags=(), metadata={}, progress=None)
 
     async def attach(self, project: str, session_id: str) -> Attached:
         """Take a session over: older clients are fenced, numbers after a gap are free again."""
@@ -211,12 +232,16 @@ class Service:
         self._check_open()
         return await self._submission.submit(project, session_id, request)
 
-    async def cancel(self, project: str, operation_id: str) -> bool:
+    async def cancel(self, project: str, operation_id: str, only: SamplesOf | None = None) -> bool:
         """Whether the operation will not run, or a running sample will stop within a step.
+
+        Args:
+            only: What the caller may touch; anything else does not exist for it.
 
         Raises:
             NotFound: no such operation in this project.
         """
+        await self._check_known(project, operation_id, only)
         sample = await self._samples.cancel(project, operation_id)
         if sample is not None:
             return sample
@@ -224,7 +249,7 @@ class Service:
             if session.project == project and await self._cancel(session, operation_id):
                 return True
         if operation_id not in await self._log.results(project, [operation_id]):
-            raise NotFound(f"no operation {operation_id} in this project", details={"id": operation_id})
+            raise unknown_operation(operation_id)
         return False
 
     async def _cancel(self, session: Session, operation_id: str) -> bool:
@@ -245,30 +270,61 @@ class Service:
         requests: Sequence[SampleRequest],
         *,
         idempotency_key: str = "",
+        only: SamplesOf | None = None,
     ) -> list[str]:
         """Operation ids, in order; all of them or none is accepted.
 
         Args:
             weights: One of ``{"base_model"}``, ``{"path"}``, ``{"operation_id"}`` (`docs/wire.md`).
             idempotency_key: A retry with the same key returns the first ids and does nothing.
+            only: With a session: weights of that session, which also pays.
+
+        Raises:
+            PermissionDenied: other weights, or another payer, than ``only`` allows.
+            LimitExceeded, RateLimited: name the project's limit.
         """
         self._check_open()
-        return await self._samples.submit(project, weights, requests, idempotency_key)
+        return await self._samples.submit(project, weights, requests, idempotency_key, only)
 
-    def stream(self, project: str, operation_id: str, after: int = 0) -> AsyncIterator[dict[str, Any]]:
+    async def stream(
+        self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
         """Frames of a sample as they are drawn, skipping the first ``after``; see `docs/wire.md`."""
-        return self._samples.stream(project, operation_id, after)
+        await self._check_known(project, operation_id, only)
+        async for frame in self._samples.stream(project, operation_id, after):
+            yield frame
 
     async def results(
-        self, project: str, wait: Sequence[str], ack: Sequence[str] = (), timeout: float = 0.0
+        self,
+        project: str,
+        wait: Sequence[str],
+        ack: Sequence[str] = (),
+        timeout: float = 0.0,
+        only: SamplesOf | None = None,
     ) -> Results:
         """What of ``wait`` has ended; waits up to ``timeout`` seconds for the first of them."""
-        return await self._outcomes.poll(project, wait, ack, timeout)
+        if only is None:
+            return await self._outcomes.poll(project, wait, ack, timeout)
+        known = await self._samples.among(project, [*wait, *ack], only)
+        hidden = [unknown_operation(operation_id) for operation_id in wait if operation_id not in known]
+        mine = [operation_id for operation_id in wait if operation_id in known]
+        acked = [operation_id for operation_id in ack if operation_id in known]
+        results = await self._outcomes.poll(project, mine, acked, 0.0 if hidden else timeout)
+        failed = [OperationResult(error.details["id"], "failed", error=error) for error in hidden]
+        return Results([*failed, *results.results], results.positions)
+
+    async def _check_known(self, project: str, operation_id: str, only: SamplesOf | None) -> None:
+        if only is not None and not await self._samples.among(project, [operation_id], only):
+            raise unknown_operation(operation_id)
 
     # --- checkpoints -------------------------------------------------------------------------
 
-    async def list_checkpoints(self, project: str, session_id: str | None = None) -> list[Checkpoint]:
+    async def list_checkpoints(
+        self, project: str, session_id: str | None = None, only: SamplesOf | None = None
+    ) -> list[Checkpoint]:
         """Newest first."""
+        if only is not None and only.hides(session_id):
+            return []
         return await self._checkpoints.list(project, session_id)
 
     async def delete_checkpoint(self, project: str, path: str) -> None:

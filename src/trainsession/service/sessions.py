@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from ..engine.api import EngineHost
 from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, SequenceConflict, SessionClosed, from_wire
-from ..limits import LIMITS
+from ..limits import LIMITS, Limits
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
 from ..types import LoraConfig, SessionInfo
@@ -21,6 +21,7 @@ from .checkpoints import Checkpoints
 from .ids import new_id, new_seed
 from .lane import Lane
 from .outcomes import Outcomes
+from .projects import Projects
 from .requests import Attached, CreateSession
 from .runner import check_loadable
 from .session import Operation, Session
@@ -39,10 +40,12 @@ class Sessions:
         host: EngineHost,
         checkpoints: Checkpoints,
         outcomes: Outcomes,
+        projects: Projects,
         lane_of: Callable[[str], Lane],
     ) -> None:
         self._store = store
         self._host = host
+        self._projects = projects
         self._checkpoints = checkpoints
         self._outcomes = outcomes
         self._lane_of = lane_of
@@ -107,7 +110,8 @@ class Sessions:
             "used_at": now,
             "busy_seconds": 0.0,
         }
-        session_id, epoch, new = await self._store.write(lambda connection: _insert(connection, values))
+        limits = await self._projects.limits(project)
+        session_id, epoch, new = await self._store.write(lambda connection: _insert(connection, values, limits))
         if new:
             session = _session(values)
             self._live[session.id] = session
@@ -178,7 +182,7 @@ class Sessions:
             async with self._loading:
                 session = self._live.get(session_id) or await self._load(project, session_id)
         if session.project != project:
-            raise _unknown(session_id)
+            raise unknown_session(session_id)
         session.used_at = time.time()
         return session
 
@@ -296,11 +300,11 @@ class Sessions:
         query = sa.select(sessions).where(sessions.c.id == session_id, sessions.c.project == project)
         row = await self._store.read(lambda connection: connection.execute(query).mappings().one_or_none())
         if row is None:
-            raise _unknown(session_id)
+            raise unknown_session(session_id)
         return row
 
 
-def _insert(connection: sa.Connection, values: dict[str, Any]) -> tuple[str, int, bool]:
+def _insert(connection: sa.Connection, values: dict[str, Any], limits: Limits) -> tuple[str, int, bool]:
     mine = sessions.c.project == values["project"]
     if values["idempotency_key"] is not None:
         same = sa.select(sessions.c.id, sessions.c.epoch, sessions.c.request_hash).where(
@@ -313,11 +317,11 @@ def _insert(connection: sa.Connection, values: dict[str, Any]) -> tuple[str, int
             return old.id, old.epoch, False
     running = sa.select(sa.func.count()).where(mine, sessions.c.state == "running")
     count = connection.execute(running).scalar_one()
-    if count >= LIMITS.max_live_sessions:
+    bound = limits.max_live_sessions
+    if count >= bound:
         raise LimitExceeded(
-            f"the project has {count} live sessions, the limit max_live_sessions = {LIMITS.max_live_sessions}; "
-            "close some",
-            details={"limit": "max_live_sessions", "bound": LIMITS.max_live_sessions, "value": count},
+            f"the project has {count} live sessions, the limit max_live_sessions = {bound}; close some",
+            details={"limit": "max_live_sessions", "bound": bound, "value": count},
         )
     connection.execute(sa.insert(sessions).values(**values))
     return values["id"], values["epoch"], True
@@ -380,5 +384,5 @@ def _hash(request: CreateSession) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _unknown(session_id: str) -> NotFound:
+def unknown_session(session_id: str) -> NotFound:
     return NotFound(f"no session {session_id} in this project", details={"session_id": session_id})

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import InvalidRequest, RateLimited
-from ..limits import LIMITS
 from ..store.store import Store
 from .bodies import TRAINING_KINDS, Body, pack_request, parse_body
 from .lane import Lane
 from .log import OperationLog, check_epoch
 from .outcomes import Outcomes
+from .projects import Projects
+from .quotas import Quotas
 from .requests import OperationRequest
 from .session import Operation, Session
 from .sessions import Sessions
@@ -26,19 +27,35 @@ class Submission:
         log: OperationLog,
         outcomes: Outcomes,
         sessions: Sessions,
+        projects: Projects,
+        quotas: Quotas,
         lane_of: Callable[[str], Lane],
     ) -> None:
         self._store = store
         self._log = log
         self._outcomes = outcomes
         self._sessions = sessions
+        self._projects = projects
+        self._quotas = quotas
         self._lane_of = lane_of
 
     async def submit(self, project: str, session_id: str, request: OperationRequest) -> tuple[str, int]:
         """See `Service.submit`."""
         session = await self._sessions.live(project, session_id)
         check_epoch(session.epoch, request.epoch)
-        self._check_room(session, request)
+        limits = await self._projects.limits(project)
+        if request.kind in TRAINING_KINDS:
+            self._quotas.tokens.check(project, limits.max_tokens_per_minute)
+        if request.seq is not None and request.seq >= session.next_run + limits.max_queued_operations:
+            raise RateLimited(
+                f"sequence number {request.seq} is more than {limits.max_queued_operations} (limit "
+                f"max_queued_operations) ahead of {session.next_run}",
+                details={"limit": "max_queued_operations", "bound": limits.max_queued_operations},
+            )
+        with self._quotas.entering(project, self._sessions.unfinished(project), limits):
+            return await self._accept(session, request)
+
+    async def _accept(self, session: Session, request: OperationRequest) -> tuple[str, int]:
         lane = self._lane_of(session.base_model)
 
         def prepare() -> tuple[bytes, Body | None, InvalidRequest | None]:
@@ -69,6 +86,7 @@ class Submission:
             checked=lane.info is not None,
             error=error,
         )
+        self._quotas.tokens.spend(session.project, tokens)
         if error is None:
             self._sessions.expect(session, accepted.operation_id, accepted.seq)
         lane.wake()
@@ -76,16 +94,3 @@ class Submission:
             error.details.setdefault("operation_id", accepted.operation_id)
             raise error
         return accepted.operation_id, accepted.seq
-
-    def _check_room(self, session: Session, request: OperationRequest) -> None:
-        bound = LIMITS.max_queued_operations
-        if self._sessions.unfinished(session.project) >= bound:
-            raise RateLimited(
-                f"the project has {bound} operations waiting (limit max_queued_operations); fetch some results first",
-                details={"limit": "max_queued_operations", "bound": bound},
-            )
-        if request.seq is not None and request.seq >= session.next_run + bound:
-            raise RateLimited(
-                f"sequence number {request.seq} is more than {bound} ahead of {session.next_run}",
-                details={"limit": "max_queued_operations", "bound": bound},
-            )

@@ -10,7 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..engine.api import EngineHandle, EngineHost
-from ..errors import CheckpointMismatch, InvalidRequest, NotFound, SessionClosed
+from ..errors import CheckpointMismatch, InvalidRequest, NotFound, PermissionDenied, SessionClosed
 from ..store.schema import frozen_weights, operations, sessions
 from ..store.store import Store
 from .checkpoints import Checkpoints, live_session, named_snapshot
@@ -96,6 +96,30 @@ class WeightsResolver:
         identity = None if lane.info is None or not row.base_identity else lane.info.identity
         check_loadable(row, value, False, identity, row.base_model)
         return WeightsSource(lane=lane, weights=Weights(row.id, project, checkpoint=True), session_id=row.session_id)
+
+    async def resolve_within(self, project: str, weights: Mapping[str, Any], session_id: str) -> WeightsSource:
+        """`resolve` for a caller that may sample one session only: its snapshots and checkpoints.
+
+        Of a session without a trainer that is its base model.
+
+        Raises:
+            PermissionDenied: anything else, whether it exists or not.
+        """
+        denied = PermissionDenied(
+            f"this key can only sample session {session_id}; weights: {dict(weights)} is nothing of it",
+            details={"session_id": session_id},
+        )
+        try:
+            source = await self.resolve(project, weights)
+        except (NotFound, CheckpointMismatch):
+            raise denied from None
+        if source.session_id is None:
+            session = await self._sessions.info(project, session_id)
+            if session.kind == "sampler" and session.base_model == source.lane.base_model:
+                return source
+        if source.session_id != session_id:
+            raise denied
+        return source
 
     def from_row(self, project: str, row: Mapping[str, Any]) -> WeightsSource:
         """The source that `WeightsSource.to_row` described."""

@@ -18,7 +18,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = "0001"
+SCHEMA_VERSION = "0002"
 """The newest migration; an older database is upgraded, a newer one refused."""
 
 metadata = MetaData()
@@ -68,7 +68,25 @@ projects = Table(
     metadata,
     Column("id", String, primary_key=True),
     Column("busy_seconds", Float, nullable=False),
+    Column("created_at", Float),
+    Column("limits", JSON(none_as_null=True)),
 )
+"""``limits`` holds only those that differ from `trainsession.limits`; ``default`` is always there."""
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("prefix", String, primary_key=True),
+    Column("sha256", String, nullable=False),
+    Column("project", String, ForeignKey("projects.id"), nullable=False),
+    Column("name", String, nullable=False),
+    Column("scope", String, nullable=False),
+    Column("session_id", String, ForeignKey("sessions.id")),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+)
+"""``prefix`` is the part of a key that may be shown; of the whole key only the hash is here."""
 
 operations = Table(
     "operations",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ..errors import StorageError
 from .blobs import LocalBlobs
-from .database import Database
+from .database import DATABASE_FILE, Database
 
 T = TypeVar("T")
 INLINE_BYTES = 256 * 1024
@@ -44,7 +44,7 @@ class Store:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise StorageError(f"the home {home} cannot be made: {error.strerror}") from error
-        self.database = Database.open(home / "service.db")
+        self.database = Database.open(home / DATABASE_FILE)
         self.blobs = LocalBlobs(home / "blobs")
         self._files = ThreadPoolExecutor(2, thread_name_prefix="trainsession-files")
         self.write = self.database.write

@@ -25,6 +25,7 @@ from .._version import __version__
 from ..errors import (
     ConnectionFailed,
     IncompatibleVersion,
+    InvalidRequest,
     RateLimited,
     ServiceUnavailable,
     TrainSessionError,
@@ -72,7 +73,7 @@ class Transport:
 
     Args:
         base_url: ``https://host[:port]``; the ``/v1`` is part of each call's path.
-        api_key: Sent as a bearer token, or None.
+        api_key: Sent as a bearer token, or None; without white space around it.
         uds: Path of a Unix socket to connect to instead of the URL's host.
         headers: Sent with every request.
         connections: Another way to reach the service (the embedded one brings its own).
@@ -92,6 +93,10 @@ class Transport:
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ConnectionFailed(f"base_url must be http://host[:port] or https://host[:port], got {base_url!r}")
+        api_key = (api_key or "").strip()  # of a file or a command, with its line's end
+        if not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+            # Not sent: the complaint about such a header would repeat it.
+            raise InvalidRequest("api_key: it has characters that no key has", details={"key": "api_key"})
         self.base_url = base_url.rstrip("/")
         self._compressed = compressed
         self._answered = False

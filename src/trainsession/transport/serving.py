@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..engine.api import EngineHost
 from ..errors import StorageError
-from ..server.auth import allow_all
+from ..server.auth import allow_all, by_key
 from ..server.guard import LOOPBACK_HOSTS
 from ..server.in_process import InProcess
 from ..server.running import Server, bind_unix
@@ -31,14 +31,20 @@ async def serve_home(
     open_host: Callable[[], EngineHost],
     on_ready: OnReady,
     listeners: Sequence[socket.socket] = (),
+    *,
+    with_keys: bool = False,
 ) -> None:
     """Serve a home until the server is stopped. The caller holds the home's lock.
+
+    The private socket asks for no key: who can reach it can read the home.
 
     Args:
         run: The home's ``run`` directory (`home.prepare`).
         open_host: Makes the engine host, on this event loop.
-        on_ready: Called with the path of the private socket and the server once both listen.
-        listeners: Further listening sockets (loopback TCP); closed at the end.
+        on_ready: Called with the path of the private socket and the server once both listen; stopping
+            that server stops all.
+        listeners: Further listening sockets; closed at the end. Without keys on loopback only.
+        with_keys: The further sockets ask for API keys.
 
     Raises:
         StorageError: the home or its socket cannot be written.
@@ -49,13 +55,30 @@ async def serve_home(
         private, location = _listen(run)
         try:
             server = Server(service, authenticate=allow_all, hosts=LOOPBACK_HOSTS)
-            on_ready(location.socket, server)
-            await server.serve(sockets=[private, *listeners])
+            if with_keys:
+                # Two applications, so that no request can be taken for one of the other kind.
+                keyed = Server(service, authenticate=by_key(service.keys), hosts=None)
+                on_ready(location.socket, keyed)
+                await _serve_together((keyed, listeners), (server, [private]))
+            else:
+                on_ready(location.socket, server)
+                await _serve_together((server, [private, *listeners]))
         finally:
             private.close()
             withdraw(run, location)
     finally:
         await service.close()
+
+
+async def _serve_together(*servers: tuple[Server, Sequence[socket.socket]]) -> None:
+    """Until the first of them stops, and with it all."""
+    tasks = [asyncio.create_task(server.serve(sockets=list(sockets))) for server, sockets in servers]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for server, _ in servers:
+            server.stop()
+        await asyncio.gather(*tasks)
 
 
 def _listen(run: Path) -> tuple[socket.socket, Location]:

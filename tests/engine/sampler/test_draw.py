@@ -112,6 +112,20 @@ def test_the_draw_follows_the_distribution() -> None:
     assert chi_squared < 18.5  # 4 degrees of freedom: p = 0.001
 
 
+@pytest.mark.parametrize("vocabulary", [5, 256, 1_001, 49_152])
+def test_the_draw_inverts_the_cumulative_distribution(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(1, vocabulary, generator=generator) * 4
+    logits[:, : vocabulary // 3] = -math.inf  # whole parts of the vocabulary that cannot be drawn
+    probs = torch.softmax(logits[0].double(), -1).numpy()
+    cumulative = np.cumsum(probs)
+    numbers = [0.0, 1 - 2.0**-48, *(uniform(3, position) for position in range(300))]
+    for number, drawn in zip(numbers, draw(logits.expand(len(numbers), -1), [row(n) for n in numbers]), strict=True):
+        assert probs[drawn.token] > 0
+        # float32 sums: the number may lie on the other side of a boundary that it all but touches.
+        assert cumulative[drawn.token] - probs[drawn.token] - 2e-6 <= number <= cumulative[drawn.token] + 2e-6
+
+
 def test_uniform_numbers_are_uniform_and_belong_to_their_counter() -> None:
     numbers = np.array([uniform(seed, position) for seed in range(100) for position in range(100)])
     assert numbers.min() >= 0

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from trainsession.engine.api import SampleItem
 from trainsession.engine.model import load_model
+from trainsession.engine.sampler import windows
 from trainsession.engine.sampler.attention import padded_blocks
 from trainsession.engine.sampler.sampler import Sampler
 from trainsession.tokenization import Tokenizer
@@ -66,6 +67,38 @@ def test_equal_to_transformers_and_to_itself_alone(
         for other in (run([i])[str(i)], run(everyone[::-1], chunk_tokens=8)[str(i)]):
             assert other.sequences[0].logprobs == response.sequences[0].logprobs
             assert other.prompt_logprobs == response.prompt_logprobs
+
+
+def test_keys_kept_from_step_to_step_are_those_in_the_cache(
+    make_tiny_model: Callable[..., Path],
+    tiny_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_model(make_tiny_model("LlamaConfig"), name="tiny", device="cpu", dtype="float32")
+
+    def run(window_bytes: int) -> tuple[dict[tuple[str, int], list[tuple[int, float]]], int]:
+        monkeypatch.setattr(windows, "_BYTES", window_bytes)
+        # Few blocks: samples are preempted, and come back with what they had.
+        sampler = Sampler(model, tiny_tokenizer, num_blocks=18, block_size=8, max_running=6)
+        for i, length in enumerate((1, 3, 9, 14, 20)):
+            params = SamplingParams(max_tokens=11 + 5 * (i % 3), temperature=1, seed=i, stop=[])
+            prompt = (3 + np.arange(length) * 11 % 290).astype(np.int32)
+            sampler.submit(SampleItem(request_id=str(i), prompt=prompt, num_samples=1 + i % 2, params=params), None)
+        tokens: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        kept = 0
+        while sampler.has_work():
+            for event in sampler.step():
+                assert event.error is None
+                drawn = zip(event.tokens, event.logprobs, strict=True)
+                tokens.setdefault((event.request_id, event.index), []).extend(drawn)
+            kept = max(kept, len(sampler._runner._windows._windows))
+        assert not sampler._runner._windows._windows
+        return tokens, kept
+
+    with_windows, kept = run(2**20)
+    without, none = run(0)
+    assert (kept > 1, none) == (True, 0)
+    assert with_windows == without
 
 
 def test_padding_to_shared_lengths_wastes_at_most_an_eighth() -> None:

@@ -203,6 +203,50 @@ def test_first_tokens_come_in_order_of_arrival(shapes: list[tuple[int, int]], ma
     assert simulation.first_tokens == list(range(len(jobs)))
 
 
+def crowd(count: int, salt: str, arrives: int = 0, cancelled_at: int | None = None) -> list[Job]:
+    return [Job((1, 2, 3), 1, 6, salt=salt, arrives=arrives, cancelled_at=cancelled_at) for _ in range(count)]
+
+
+def of_project(simulation: Simulation) -> list[str]:
+    """Whose first tokens came, in order."""
+    return [simulation.jobs[number].salt for number in simulation.first_tokens]
+
+
+SMALL = {"num_blocks": 24, "block_size": 2, "max_running": 4, "chunk_tokens": 8}
+
+
+def test_a_thousand_prompts_of_one_project_do_not_hold_up_anothers_first() -> None:
+    simulation = Simulation([*crowd(1000, "heavy"), *crowd(1, "light", arrives=40)], **SMALL)
+    simulation.run()
+    started = of_project(simulation).index("light")
+    before = 40  # at most one first token a step until it arrives
+    assert started <= before + 2 * SMALL["max_running"]
+
+
+def test_projects_share_the_engine_by_tokens_whatever_they_queue() -> None:
+    long = [Job((1, 2, 3), 1, 15, salt="long", arrives=10) for _ in range(100)]
+    simulation = Simulation([*crowd(400, "short", arrives=10), *long], **SMALL)
+    simulation.run()
+    half = of_project(simulation)[:100]  # a short one has 9 tokens, a long one 18: two for one
+    assert 60 <= half.count("short") <= 72
+
+
+def test_what_was_cancelled_is_not_held_against_the_next() -> None:
+    cancelled = crowd(100, "gone", cancelled_at=5)
+    simulation = Simulation([*crowd(60, "busy"), *cancelled, *crowd(20, "gone", arrives=8)], **SMALL)
+    simulation.run()
+    started = of_project(simulation)
+    assert started[:50].count("gone") >= 20
+
+
+def test_who_was_idle_has_no_claim_on_the_past() -> None:
+    simulation = Simulation([*crowd(60, "busy"), *crowd(20, "late", arrives=60)], **SMALL)
+    simulation.run()
+    started = of_project(simulation)
+    both = started[started.index("late") :][:20]
+    assert 9 <= both.count("late") <= 11
+
+
 def test_a_prompt_is_prefilled_once_for_all_its_samples() -> None:
     simulation = Simulation([Job(tuple(range(10)), 8, 4)], num_blocks=64, block_size=4, max_running=8, chunk_tokens=64)
     simulation.run()

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from .kv_cache import KVCache
+from .windows import Window
 
 
 def padded_blocks(blocks: int) -> int:
@@ -61,13 +62,19 @@ class PrefillGroup:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Single rows ``start:stop`` of the pass, over equally many blocks."""
+    """Single rows ``start:stop`` of the pass, over equally many blocks.
 
-    cache_rows: torch.Tensor
+    ``cache_rows`` are those of all its samples; with a window, of its ``new_rows`` only, if any.
+    """
+
+    cache_rows: torch.Tensor | None
     start: int
     stop: int
     positions_B: torch.Tensor
     keys: int
+    window: Window | None = None
+    new_rows: torch.Tensor | None = None
+    """Rows of the window that are gathered whole; the others get their newest position."""
 
 
 class PagedAttention:
@@ -96,15 +103,18 @@ class PagedAttention:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        self._cache.write(layer, self._slots_T, k_TGD, v_TGD)
+        kv_2TGD = torch.stack((k_TGD, v_TGD))
+        self._cache.write(layer, self._slots_T, kv_2TGD)
         if self._order is not None:
             q_THD = q_THD.index_select(0, self._order[0])
+            kv_2TGD = kv_2TGD.index_select(1, self._order[0])
         parts: list[torch.Tensor] = []
         out_THD: torch.Tensor | None = None
         for index, group in enumerate(self._groups):
             masks = self._masks_of(index, group, window, q_THD)
             if isinstance(group, DecodeGroup):
-                parts.append(self._decode(layer, group, q_THD, masks[0], scale))
+                kv_2BGLD = self._keys_and_values(layer, group, kv_2TGD[:, group.start : group.stop])
+                parts.append(self._decode(group, q_THD, kv_2BGLD, masks[0], scale))
             else:
                 if out_THD is None:
                     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -114,8 +124,24 @@ class PagedAttention:
         out_THD = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out_THD if self._order is None else out_THD.index_select(0, self._order[1])
 
+    def _keys_and_values(self, layer: int, group: DecodeGroup, newest_2BGD: torch.Tensor) -> torch.Tensor:
+        """(2, B, G, L, D), valid until the layer's next call."""
+        batch = group.stop - group.start
+        gathered = None
+        if group.cache_rows is not None:
+            new = batch if group.new_rows is None else len(group.new_rows)
+            gathered = self._cache.gather(layer, group.cache_rows, new)
+        if group.window is None:
+            assert gathered is not None
+            return gathered
+        kv_2CGLD = group.window.layers[layer]
+        if gathered is not None and group.new_rows is not None:
+            kv_2CGLD.index_copy_(1, group.new_rows, gathered)
+        group.window.write(layer, newest_2BGD, group.positions_B)
+        return kv_2CGLD[:, :batch]
+
     def _decode(
-        self, layer: int, group: DecodeGroup, q_THD: torch.Tensor, mask: torch.Tensor, scale: float
+        self, group: DecodeGroup, q_THD: torch.Tensor, kv_2BGLD: torch.Tensor, mask: torch.Tensor, scale: float
     ) -> torch.Tensor:
         batch = group.stop - group.start
         heads, dim = q_THD.shape[1:]
@@ -124,7 +150,7 @@ class PagedAttention:
         padding = -shared % _row_multiple(q_THD.device)
         # Contiguous either way: the strides that the model hands out depend on the rows of the pass.
         q_BGRD = F.pad(q_BGRD, (0, 0, 0, padding)) if padding else q_BGRD.contiguous()
-        k_BGLD, v_BGLD = self._cache.gather(layer, group.cache_rows, batch)
+        k_BGLD, v_BGLD = kv_2BGLD
         o_BGRD = F.scaled_dot_product_attention(q_BGRD, k_BGLD, v_BGLD, attn_mask=mask, scale=scale)
         return o_BGRD[:, :, :shared].reshape(batch, heads, dim)
 

@@ -32,6 +32,8 @@ class KVCache:
         self.block_size = block_size
         self.num_kv_heads = model.num_kv_heads
         self.head_dim = model.head_dim
+        self.num_layers = model.num_layers
+        self.dtype = model.dtype
         self.device = model.device
         shape = (2, model.num_kv_heads, num_blocks * block_size, model.head_dim)
         # Masked positions are multiplied by zero, so stale memory must at least be finite.
@@ -48,10 +50,8 @@ class KVCache:
         size = self.block_size
         return [blocks[position // size] * size + position % size for position in range(start, stop)]
 
-    def write(self, layer: int, slots_T: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> None:
-        keys, values = self._layers[layer]
-        keys.index_copy_(1, slots_T, k_TGD.transpose(0, 1))
-        values.index_copy_(1, slots_T, v_TGD.transpose(0, 1))
+    def write(self, layer: int, slots_T: torch.Tensor, kv_2TGD: torch.Tensor) -> None:
+        self._layers[layer].index_copy_(2, slots_T, kv_2TGD.transpose(1, 2))
 
     def rows_of(self, tables_BN: Sequence[Sequence[int]]) -> torch.Tensor:
         """The index that `gather` takes, for block tables of equal length."""

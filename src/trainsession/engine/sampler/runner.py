@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -20,6 +21,7 @@ from .kv_cache import KVCache
 from .scheduler import Chunk
 from .sequence import Request
 from .sequence import Sequence as Sample
+from .windows import DecodeWindows
 
 _LOGIT_ROWS = 128
 """Rows of which logits exist at once where every prompt position is scored."""
@@ -41,6 +43,11 @@ class Runner:
     def __init__(self, model: LoadedModel, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
+        self._windows = DecodeWindows(cache)
+
+    def release(self) -> None:
+        """Give back memory that is kept from step to step."""
+        self._windows.keep(set())
 
     def prefill(
         self,
@@ -101,8 +108,10 @@ class Runner:
         samples = sorted(samples, key=lambda s: (s.request.weights_key, padded_blocks(s.computed // size + 1)))
         lengths = [padded_blocks(sample.computed // size + 1) for sample in samples]
         order = sorted(range(len(samples)), key=lengths.__getitem__)
+        in_groups, groups = self._decode_groups([samples[i] for i in order], [lengths[i] for i in order])
+        row_of = {id(sample): row for row, sample in enumerate(samples)}
+        order = [row_of[id(sample)] for sample in in_groups]
         back = sorted(range(len(samples)), key=order.__getitem__)
-        groups = self._decode_groups([samples[i] for i in order], [lengths[i] for i in order])
         in_order = order == list(range(len(samples)))
         attention = PagedAttention(
             self._cache,
@@ -154,26 +163,33 @@ class Runner:
             )
         return groups
 
-    def _decode_groups(self, samples: Sequence[Sample], lengths: Sequence[int]) -> list[DecodeGroup]:
+    def _decode_groups(
+        self, samples: Sequence[Sample], lengths: Sequence[int]
+    ) -> tuple[list[Sample], list[DecodeGroup]]:
+        """The samples, sorted by ``lengths`` (blocks), in the order of the rows of their windows; and the groups."""
+        in_order: list[Sample] = []
         groups: list[DecodeGroup] = []
-        start = 0
-        for stop in range(1, len(samples) + 1):
-            if stop < len(samples) and lengths[stop] == lengths[start]:
-                continue
-            blocks = lengths[start]
+        size = self._cache.block_size
+        self._windows.keep({blocks * size for blocks in lengths})
+        for blocks, run in groupby(zip(samples, lengths, strict=True), key=lambda pair: pair[1]):
+            start = len(in_order)
+            window, members, new_rows = self._windows.place(blocks * size, [sample for sample, _ in run])
+            in_order += members
+            gathered = members if window is None else [members[row] for row in new_rows]
             # Padding repeats the last block: any finite numbers do, they are masked.
-            tables = [(s.blocks + [s.blocks[-1]] * blocks)[:blocks] for s in samples[start:stop]]
+            tables = [(s.blocks + [s.blocks[-1]] * blocks)[:blocks] for s in gathered]
             groups.append(
                 DecodeGroup(
-                    cache_rows=self._cache.rows_of(tables),
+                    cache_rows=self._cache.rows_of(tables) if tables else None,
                     start=start,
-                    stop=stop,
-                    positions_B=self._tensor([s.computed for s in samples[start:stop]]),
-                    keys=blocks * self._cache.block_size,
+                    stop=len(in_order),
+                    positions_B=self._tensor([s.computed for s in members]),
+                    keys=blocks * size,
+                    window=window,
+                    new_rows=self._tensor(new_rows) if new_rows else None,
                 )
             )
-            start = stop
-        return groups
+        return in_order, groups
 
     def _score(self, chunk: Chunk, h_TE: torch.Tensor, adapter: Adapter | None) -> Iterator[ScoredRows]:
         for start in range(0, h_TE.shape[0], _LOGIT_ROWS):

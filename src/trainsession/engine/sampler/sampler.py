@@ -343,6 +343,8 @@ class Sampler:
     def _forget(self, request_id: str) -> None:
         del self._live[request_id]
         del self._adapters[request_id]
+        if not self._live:
+            self._runner.release()
 
     def _scrub(self) -> None:
         self._cache.scrub(self._blocks.drain_scrub())

@@ -1,9 +1,14 @@
 """Which sequences run in the next pass. Integers only: neither torch nor a model is imported.
 
-Requests are admitted in order of arrival, and none overtakes the one before it. A request first
-gets its prompt computed, in chunks; then its samples start from the prompt's shared blocks. When
-the blocks run out, the youngest gives its blocks back and later starts again from its prompt.
-So the oldest sample always gets on, and everyone finishes.
+Requests are admitted in turn, and none overtakes the one before it. Within a project (those that
+share a ``cache_salt``) the turn is the order of arrival; among projects it goes by the tokens that
+each has asked for, so that thousands of prompts of one do not hold up another's first. A request's
+turn is fixed when it arrives and never before that of one that was admitted already.
+
+A request first gets its prompt computed, in chunks; then its samples start from the prompt's
+shared blocks. When the blocks run out, the last in turn gives its blocks back and later starts
+again from its prompt. So the first sample always gets on, and everyone finishes. "Older" and
+"younger" below are by turn.
 
 A pass is either a prefill (chunks of prompts) or a decode step (one token of every running
 sample); while there is work of both kinds they take turns.
@@ -73,11 +78,24 @@ class Scheduler:
         self.num_cached_tokens = 0
         self.num_prefill_tokens = 0
         self._prefilled_last = False
+        self._turn = 0
+        """The furthest turn that was admitted, in tokens of each project."""
+        self._claims: dict[str, int] = {}
+        """Where the next request of a project stands; only those behind ``_turn`` matter."""
+        self._admitted: dict[str, int] = {}
+        """The same, were nothing of it in the queue."""
 
     # --- requests --------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         request.chain_prompt(self.blocks.block_size)
-        self.queue.append(request)
+        # Who asked for nothing in a while stands where the others are now: it has no claim on the past.
+        for ends in (self._claims, self._admitted):
+            for project in [project for project, end in ends.items() if end <= self._turn]:
+                del ends[project]
+        start = self._claims.get(request.project, self._turn)
+        request.turn = (start, request.arrival)
+        self._claims[request.project] = request.claim
+        insort(self.queue, request, key=lambda r: r.turn)
 
     def has_work(self) -> bool:
         return bool(self.queue or self.running)
@@ -92,6 +110,9 @@ class Scheduler:
         request.pending.clear()
         self.running = [sequence for sequence in self.running if sequence.request is not request]
         self.queue = [other for other in self.queue if other is not request]
+        # What will not be drawn is not held against the next.
+        left = [other.claim for other in self.queue if other.project == request.project]
+        self._claims[request.project] = max([self._admitted.get(request.project, 0), *left])
 
     def finish(self, sequence: Sequence) -> None:
         """A running sample has all its tokens."""
@@ -178,7 +199,7 @@ class Scheduler:
                 return False
             # Nothing runs, so only prompts hold blocks; a younger one must not keep this one out.
             holder = next((r for r in reversed(self.queue) if r.holds_prompt), None)
-            if holder is None or holder.arrival < request.arrival:
+            if holder is None or holder.turn < request.turn:
                 return False
             self._preempt_prompt(holder)
         for block in cached:
@@ -186,6 +207,8 @@ class Scheduler:
         request.prompt_blocks = cached + [self.blocks.allocate() for _ in range(fresh)]
         request.prompt_computed = len(cached) * self.blocks.block_size
         self.num_cached_tokens += request.prompt_computed
+        self._turn = max(self._turn, request.turn[0])
+        self._admitted[request.project] = max(self._admitted.get(request.project, 0), request.claim)
         return True
 
     def _find_prefix(self, request: Request) -> list[int]:
@@ -242,7 +265,7 @@ class Scheduler:
         while not self.blocks.num_free:
             youngest = self.running[-1]
             holder = next((r for r in reversed(self.queue) if r.holds_prompt), None)
-            if holder is not None and holder.arrival >= youngest.request.arrival:
+            if holder is not None and holder.turn >= youngest.request.turn:
                 self._preempt_prompt(holder)
                 continue
             self._preempt(youngest)
@@ -257,7 +280,7 @@ class Scheduler:
         request = sequence.request
         request.pending.append(sequence)
         if request not in self.queue:
-            insort(self.queue, request, key=lambda r: r.arrival)
+            insort(self.queue, request, key=lambda r: r.turn)
 
     def _preempt_prompt(self, request: Request) -> None:
         self.num_preemptions += request.holds_prompt

@@ -39,9 +39,9 @@ class Sequence:
         return self.computed == self.length - 1
 
     @property
-    def priority(self) -> tuple[int, int]:
+    def priority(self) -> tuple[int, int, int]:
         """Smaller is older, and is preempted later."""
-        return self.request.arrival, self.index
+        return *self.request.turn, self.index
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +57,8 @@ class Request:
     max_tokens: int
     weights_version: int = 0
     """Tells weights apart that carry the same name."""
+    turn: tuple[int, int] = field(init=False)
+    """When it is admitted, smallest first: see `Scheduler.add`."""
     prompt: list[int] = field(init=False)
     digests: list[bytes] = field(init=False, default_factory=list)
     """Of the prompt's full blocks."""
@@ -69,12 +71,23 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt = [int(token) for token in self.item.prompt]
+        self.turn = (0, self.arrival)
         self.pending = deque(Sequence(self, index) for index in range(self.item.num_samples))
         self.prompt_scored = not self.item.prompt_logprobs and not self.item.topk_prompt_logprobs
 
     @property
     def id(self) -> str:
         return self.item.request_id
+
+    @property
+    def project(self) -> str:
+        """Whose it is, as far as the engine can tell."""
+        return self.item.cache_salt
+
+    @property
+    def claim(self) -> int:
+        """Where the next request of its project stands: behind all tokens that this one may take."""
+        return self.turn[0] + len(self.prompt) + self.item.num_samples * self.max_tokens
 
     @property
     def weights_key(self) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any, cast
@@ -13,20 +14,21 @@ from pydantic import BaseModel as PydanticModel
 
 from ..._version import __version__
 from ...errors import InvalidRequest, ServiceUnavailable, UnsupportedMediaType
-from ...limits import LIMITS
 from ...service.requests import OperationRequest, SampleRequest
 from ...service.service import Service
 from ...types import SessionInfo
 from ...wire import MEDIA_TYPE, pack
 from .. import schemas
-from ..auth import Project, authenticated
-from ..plain_route import PlainRoute
+from ..auth import CallerOf, Project, ask_again, authenticated, needs
 from ..responses import MsgpackResponse, error_body, media_type, unpack_body
+from ..routes import KeyedRoute, PlainRoute
 from ..waiting import unless_closing, while_connected
 
 JSON = "application/json"
 FRAMES_MEDIA_TYPE = "application/vnd.trainsession.v1+msgpack-frames"
 """uint32 little-endian length, then that many bytes of msgpack; again and again."""
+ASK_AGAIN_SECONDS = 1.0
+"""A stream goes on for so long at most after its key was revoked."""
 _FRAME_LENGTH = struct.Struct("<I")
 _ERROR_SCHEMA = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
 # Errors are JSON on every route; FastAPI would give a "model" the media type of the route.
@@ -66,7 +68,7 @@ ServiceOf = Annotated[Service, Depends(_service)]
 
 public = APIRouter(prefix="/v1", tags=["service"])
 """Needs no key: says that a service is here, and which."""
-router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)], responses=_ERRORS)
+router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)], responses=_ERRORS, route_class=KeyedRoute)
 hot = APIRouter(
     prefix="/v1", tags=["operations"], dependencies=[Depends(authenticated)], responses=_ERRORS, route_class=PlainRoute
 )
@@ -81,16 +83,17 @@ hot = APIRouter(
     response_model=schemas.OperationAccepted,
     openapi_extra=_reads(schemas.OperationBody, MEDIA_TYPE),
 )
-async def submit(session_id: str, request: Request, project: Project, service: ServiceOf) -> Response:
+async def submit(session_id: str, request: Request, caller: CallerOf, service: ServiceOf) -> Response:
     """Submit one operation; answered once it is durable."""
     operation = OperationRequest.from_wire(await _msgpack_body(request))
-    operation_id, seq = await service.submit(project, session_id, operation)
+    operation_id, seq = await service.submit(caller.project, session_id, operation)
     return JSONResponse({"operation_id": operation_id, "seq": seq})
 
 
 @router.post("/operations/{operation_id}/cancel", tags=["operations"], response_model=schemas.Cancelled)
-async def cancel(operation_id: str, project: Project, service: ServiceOf) -> Response:
-    return JSONResponse({"cancelled": await service.cancel(project, operation_id)})
+@needs("sample")
+async def cancel(operation_id: str, caller: CallerOf, service: ServiceOf) -> Response:
+    return JSONResponse({"cancelled": await service.cancel(caller.project, operation_id, caller.only)})
 
 
 @hot.post(
@@ -98,7 +101,8 @@ async def cancel(operation_id: str, project: Project, service: ServiceOf) -> Res
     response_model=schemas.SamplesAccepted,
     openapi_extra=_reads(schemas.SamplesBody, MEDIA_TYPE),
 )
-async def submit_samples(request: Request, project: Project, service: ServiceOf) -> Response:
+@needs("sample")
+async def submit_samples(request: Request, caller: CallerOf, service: ServiceOf) -> Response:
     """Submit sampling requests, all or none; answered once they are durable."""
     body = await _msgpack_body(request)
     unknown = sorted(str(key) for key in body if key not in ("weights", "requests", "idempotency_key"))
@@ -107,16 +111,19 @@ async def submit_samples(request: Request, project: Project, service: ServiceOf)
         what = f", got {unknown[0]!r}" if unknown else ""
         raise InvalidRequest(f"the body is {{weights: map, requests: list, idempotency_key?: string}}{what}")
     items = [SampleRequest.from_wire(item) for item in requests]
-    ids = await service.submit_samples(project, weights, items, idempotency_key=key)
+    ids = await service.submit_samples(caller.project, weights, items, idempotency_key=key, only=caller.only)
     return JSONResponse({"operation_ids": ids})
 
 
 @hot.post("/results", openapi_extra=_reads(schemas.PollBody, JSON), **_answers(schemas.ResultsBody))
-async def poll_results(request: Request, project: Project, service: ServiceOf) -> Response:
+@needs("sample")
+async def poll_results(request: Request, caller: CallerOf, service: ServiceOf) -> Response:
     """A long poll: answered when one of ``wait`` has ended, or after ``timeout`` seconds."""
     body = schemas.PollBody.model_validate_json(await request.body())
-    poll = service.results(project, body.wait, body.ack, body.timeout)
+    poll = service.results(caller.project, body.wait, body.ack, body.timeout, caller.only)
     results = await while_connected(request, poll) if body.timeout else await poll
+    if body.timeout:
+        await ask_again(request)
     return MsgpackResponse(
         {"results": [result.to_wire() for result in results.results], "positions": results.positions}
     )
@@ -128,15 +135,16 @@ async def poll_results(request: Request, project: Project, service: ServiceOf) -
     response_class=StreamingResponse,
     responses={200: {"content": {FRAMES_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
 )
+@needs("sample")
 async def stream(
     operation_id: str,
     query: Annotated[schemas.StreamQuery, Query()],
     request: Request,
-    project: Project,
+    caller: CallerOf,
     service: ServiceOf,
 ) -> Response:
     """The tokens of a sample as they come, one msgpack frame an event."""
-    events = service.stream(project, operation_id, query.after)
+    events = service.stream(caller.project, operation_id, query.after, caller.only)
     # The first event decides whether this is an answer or an error with its own status.
     first = await while_connected(request, anext(events, None))
     return StreamingResponse(_frames(request, first, events), media_type=FRAMES_MEDIA_TYPE)
@@ -145,8 +153,12 @@ async def stream(
 async def _frames(
     request: Request, event: dict[str, Any] | None, events: AsyncIterator[dict[str, Any]]
 ) -> AsyncIterator[bytes]:
+    asked = time.monotonic()
     try:
         while event is not None:
+            if time.monotonic() > asked + ASK_AGAIN_SECONDS:
+                await ask_again(request)
+                asked = time.monotonic()
             yield _frame(event)
             event = await unless_closing(request, anext(events, None))
     except ServiceUnavailable:
@@ -169,14 +181,17 @@ async def health() -> Response:
 
 
 @router.get("/limits", tags=["service"], response_model=dict[str, float])
-async def limits() -> Response:
-    return JSONResponse(LIMITS.to_wire())
+@needs("info")
+async def limits(caller: CallerOf, service: ServiceOf) -> Response:
+    """Those of the caller's project."""
+    return JSONResponse((await service.limits(caller.project)).to_wire())
 
 
 # --- base models ----------------------------------------------------------------------------
 
 
 @router.get("/models", tags=["models"], response_model=schemas.Models)
+@needs("info")
 async def list_models(service: ServiceOf) -> Response:
     return JSONResponse({"models": [asdict(model) for model in service.list_base_models()]})
 
@@ -186,6 +201,7 @@ async def list_models(service: ServiceOf) -> Response:
     tags=["models"],
     **_answers(schemas.TokenizerBundle, {304: {"description": "The client has this bundle."}}),
 )
+@needs("info")
 async def tokenizer(name: str, request: Request, service: ServiceOf) -> Response:
     """The tokenizer's files and chat template; ``ETag`` is their content hash."""
     digest, files = await service.tokenizer_bundle(name)
@@ -205,13 +221,15 @@ async def create_session(body: schemas.CreateSessionBody, project: Project, serv
 
 
 @router.get("/sessions", tags=["sessions"], response_model=schemas.Sessions)
+@needs("read")
 async def list_sessions(project: Project, service: ServiceOf) -> Any:
     return {"sessions": await service.list_sessions(project)}
 
 
 @router.get("/sessions/{session_id}", tags=["sessions"], response_model=SessionInfo)
-async def get_session(session_id: str, project: Project, service: ServiceOf) -> Any:
-    return await service.get_session(project, session_id)
+@needs("info")
+async def get_session(session_id: str, caller: CallerOf, service: ServiceOf) -> Any:
+    return await service.get_session(caller.project, session_id, caller.only)
 
 
 @router.post("/sessions/{session_id}/attach", tags=["sessions"], response_model=schemas.SessionAttached)
@@ -249,6 +267,7 @@ async def log_metrics(session_id: str, request: Request, project: Project, servi
 
 
 @router.get("/sessions/{session_id}/log", tags=["sessions"], **_answers(schemas.Log))
+@needs("read")
 async def read_log(session_id: str, project: Project, service: ServiceOf) -> Response:
     return MsgpackResponse({"rows": await service.read_log(project, session_id)})
 
@@ -257,10 +276,11 @@ async def read_log(session_id: str, project: Project, service: ServiceOf) -> Res
 
 
 @router.get("/checkpoints", tags=["checkpoints"], response_model=schemas.Checkpoints)
+@needs("info")
 async def list_checkpoints(
-    query: Annotated[schemas.SessionQuery, Query()], project: Project, service: ServiceOf
+    query: Annotated[schemas.SessionQuery, Query()], caller: CallerOf, service: ServiceOf
 ) -> Any:
-    return {"checkpoints": await service.list_checkpoints(project, query.session_id)}
+    return {"checkpoints": await service.list_checkpoints(caller.project, query.session_id, caller.only)}
 
 
 @router.delete("/checkpoints", tags=["checkpoints"], response_model=dict[str, Any])
@@ -272,6 +292,7 @@ async def delete_checkpoint(
 
 
 @router.get("/checkpoints/files", tags=["checkpoints"], response_model=schemas.CheckpointFiles)
+@needs("read")
 async def checkpoint_files(
     query: Annotated[schemas.PathQuery, Query()], project: Project, service: ServiceOf
 ) -> Response:
@@ -284,6 +305,7 @@ async def checkpoint_files(
     response_class=FileResponse,
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
+@needs("read")
 async def checkpoint_file(
     query: Annotated[schemas.FileQuery, Query()], project: Project, service: ServiceOf
 ) -> Response:
@@ -313,5 +335,6 @@ def _is_file_map(files: Any) -> bool:
 
 
 @router.get("/usage", tags=["usage"], response_model=schemas.UsageReportBody)
+@needs("read")
 async def usage(query: Annotated[schemas.SessionQuery, Query()], project: Project, service: ServiceOf) -> Response:
     return JSONResponse(asdict(await service.usage(project, query.session_id)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ from starlette.types import Receive, Scope, Send
 
 from ....errors import TrainSessionError, from_wire
 from ....limits import LIMITS
+from ....service.keys import Caller
 from ....service.requests import SampleRequest
 from ....service.service import Service
 from ....types import SampleResponse
 from ....wire import samples_from_wire
+from ...auth import ask_again
 from ...waiting import unless_closing, while_connected
+from ..native import ASK_AGAIN_SECONDS
 from .answers import PromptTokensDetails, Usage
 from .errors import openai_error
 
@@ -38,36 +42,42 @@ class Frame:
 class Drawing:
     """The operations of one request, one for each prompt. Whoever opens it ends it with `stop`."""
 
-    def __init__(self, service: Service, project: str, ids: list[str]) -> None:
+    def __init__(self, service: Service, caller: Caller, ids: list[str]) -> None:
         self._service = service
-        self._project = project
+        self._project = caller.project
+        self._only = caller.only
         self._running = set(ids)
         self.ids = ids
 
     @classmethod
     async def submit(
-        cls, service: Service, project: str, weights: dict[str, str], samples: Sequence[SampleRequest]
+        cls, service: Service, caller: Caller, weights: dict[str, str], samples: Sequence[SampleRequest]
     ) -> Self:
         """All of them or none; raises what `Service.submit_samples` does."""
-        return cls(service, project, await service.submit_samples(project, weights, samples))
+        ids = await service.submit_samples(caller.project, weights, samples, only=caller.only)
+        return cls(service, caller, ids)
 
     async def results(self, request: Request) -> list[SampleResponse]:
         """Of each prompt, in order.
 
         Raises:
             TrainSessionError: that of the first that failed. Cancelled: the client hung up.
+            AuthenticationFailed: the key was revoked meanwhile.
         """
         try:
-            values = await while_connected(request, self._values())
+            values = await while_connected(request, self._values(request))
         finally:
             self.stop()
         await self._acknowledge()
         return [samples_from_wire(values[operation_id]) for operation_id in self.ids]
 
-    async def _values(self) -> dict[str, Any]:
+    async def _values(self, request: Request) -> dict[str, Any]:
         values: dict[str, Any] = {}
         while self._running:
-            poll = await self._service.results(self._project, sorted(self._running), timeout=LIMITS.max_poll_seconds)
+            poll = await self._service.results(
+                self._project, sorted(self._running), timeout=LIMITS.max_poll_seconds, only=self._only
+            )
+            await ask_again(request)
             for result in poll.results:
                 self._running.discard(result.operation_id)
                 if result.error is not None:
@@ -80,14 +90,19 @@ class Drawing:
 
         Raises:
             TrainSessionError: that of a prompt that failed. ServiceUnavailable: the server stops.
+            AuthenticationFailed: the key was revoked meanwhile.
         """
         queue: asyncio.Queue[Frame | Exception] = asyncio.Queue()
         followers = [
             asyncio.create_task(self._follow(index, operation_id, queue)) for index, operation_id in enumerate(self.ids)
         ]
+        asked = time.monotonic()
         try:
             while self._running:
                 frame = await unless_closing(request, queue.get())
+                if time.monotonic() > asked + ASK_AGAIN_SECONDS:
+                    await ask_again(request)
+                    asked = time.monotonic()
                 if isinstance(frame, Exception):
                     raise frame
                 if "error" in frame.event:
@@ -102,7 +117,7 @@ class Drawing:
 
     async def _follow(self, prompt: int, operation_id: str, queue: asyncio.Queue[Frame | Exception]) -> None:
         try:
-            async for event in self._service.stream(self._project, operation_id):
+            async for event in self._service.stream(self._project, operation_id, only=self._only):
                 queue.put_nowait(Frame(prompt, event))
         except Exception as error:
             queue.put_nowait(error)
@@ -119,10 +134,10 @@ class Drawing:
     async def _cancel(self, ids: Iterable[str]) -> None:
         for operation_id in ids:
             with suppress(TrainSessionError):  # it has ended meanwhile, or the service closes
-                await self._service.cancel(self._project, operation_id)
+                await self._service.cancel(self._project, operation_id, self._only)
 
     async def _acknowledge(self) -> None:
-        await self._service.results(self._project, [], self.ids)
+        await self._service.results(self._project, [], self.ids, only=self._only)
 
 
 def usage_of(counts: Iterable[dict[str, Any]]) -> Usage:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from ....errors import NotFound, UnknownModel
+from ....service.keys import Caller
 from ....service.service import Service
 from ....tokenization import Tokenizer
 from .answers import Model, ModelList
@@ -34,16 +35,18 @@ class Served:
     payer: str | None
 
 
-async def served(service: Service, project: str, name: str, payer: str | None) -> Served:
+async def served(service: Service, caller: Caller, name: str, payer: str | None) -> Served:
     """Look a model up.
 
     Raises:
-        UnknownModel: there is none of that name in this project.
+        UnknownModel: there is none of that name that the caller knows of.
     """
     if not name.startswith("ts://"):
+        # Who is bound to a session has it pay; the service says whether these weights are that session's.
+        payer = payer or _bound(caller)
         if payer is not None:
             return Served({"base_model": name}, name, payer)
-        session = await service.base_sampler(project, name)
+        session = await service.base_sampler(caller.project, name)
         return Served({"base_model": name}, session.base_model, session.session_id)
     match = _TRAINED.fullmatch(name)
     if match is None:
@@ -53,40 +56,52 @@ async def served(service: Service, project: str, name: str, payer: str | None) -
             details={"key": "model"},
         )
     try:
-        session = await service.get_session(project, match["session"])
+        session = await service.get_session(caller.project, match["session"], caller.only)
     except NotFound as error:
         raise UnknownModel(f"unknown model {name!r}: {error.message}", details={"key": "model"}) from None
     return Served({"path": name}, session.base_model, payer)
 
 
-async def listed(service: Service, project: str) -> ModelList:
-    """The base models, and the project's saved sampler weights."""
-    base = [Model(object="model", id=model.name, created=0, owned_by=_OWNER) for model in service.list_base_models()]
-    saved = [
-        Model(object="model", id=checkpoint.path, created=int(checkpoint.created_at), owned_by=checkpoint.session_id)
-        for checkpoint in await service.list_checkpoints(project)
+async def listed(service: Service, caller: Caller) -> ModelList:
+    """The base models, and the project's saved sampler weights; of a session, all that a key bound to it may sample."""
+    bound = _bound(caller)
+    if bound is None:
+        names = [(model.name, 0, _OWNER) for model in service.list_base_models()]
+    else:
+        session = await service.get_session(caller.project, bound, caller.only)
+        name = session.base_model if session.kind == "sampler" else f"ts://{bound}/live"
+        names = [] if session.state == "closed" else [(name, int(session.created_at), bound)]
+    names += [
+        (checkpoint.path, int(checkpoint.created_at), checkpoint.session_id)
+        for checkpoint in await service.list_checkpoints(caller.project, bound, caller.only)
         if checkpoint.kind == "weights"
     ]
-    return ModelList(object="list", data=[*base, *saved])
+    data = [Model(object="model", id=name, created=created, owned_by=owner) for name, created, owner in names]
+    return ModelList(object="list", data=data)
 
 
-async def found(service: Service, project: str, name: str) -> Model:
+async def found(service: Service, caller: Caller, name: str) -> Model:
     """One model, also a live session or a snapshot, which are not listed.
 
     Raises:
-        UnknownModel: there is none of that name in this project.
+        UnknownModel: there is none of that name that the caller knows of.
     """
-    for model in (await listed(service, project)).data:
+    for model in (await listed(service, caller)).data:
         if model.id == name:
             return model
     match = _TRAINED.fullmatch(name)
     if match is None or match[2] not in ("live", f"snapshot/{name.rpartition('/')[2]}"):
         raise UnknownModel(f"unknown model {name!r}", details={"key": "model"})
     try:
-        session = await service.get_session(project, match["session"])
+        session = await service.get_session(caller.project, match["session"], caller.only)
     except NotFound as error:
         raise UnknownModel(f"unknown model {name!r}: {error.message}", details={"key": "model"}) from None
     return Model(object="model", id=name, created=int(session.created_at), owned_by=session.session_id)
+
+
+def _bound(caller: Caller) -> str | None:
+    """The one session that the caller may sample; None for any."""
+    return None if caller.only is None else caller.only.session_id
 
 
 class Tokenizers:

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from ....errors import InvalidRequest
-from ...auth import Project, authenticated
-from ...plain_route import PlainRoute
+from ...auth import CallerOf, authenticated, needs
+from ...routes import KeyedRoute, PlainRoute
 from ..native import ServiceOf
 from .answers import Answer, ChatCompletion, Completion, Model, ModelList, OpenAIError
 from .chat import calls_tools, prompt_of
@@ -31,7 +31,9 @@ hot = APIRouter(
     prefix=PREFIX, tags=["openai"], dependencies=[Depends(authenticated)], responses=_ERRORS, route_class=PlainRoute
 )
 """Their bodies are read only after the key was checked."""
-router = APIRouter(prefix=PREFIX, tags=["openai"], dependencies=[Depends(authenticated)], responses=_ERRORS)
+router = APIRouter(
+    prefix=PREFIX, tags=["openai"], dependencies=[Depends(authenticated)], responses=_ERRORS, route_class=KeyedRoute
+)
 
 
 def _reads(body: type[SampleFields]) -> dict[str, Any]:
@@ -45,15 +47,16 @@ def _answers(body: type[Answer]) -> dict[int | str, dict[str, Any]]:
 
 
 @hot.post("/chat/completions", responses=_answers(ChatCompletion), openapi_extra=_reads(ChatRequest))
-async def chat_completions(request: Request, project: Project, service: ServiceOf) -> Response:
+@needs("sample")
+async def chat_completions(request: Request, caller: CallerOf, service: ServiceOf) -> Response:
     """An answer to a chat, through the model's own chat template."""
     asked = parse(ChatRequest, await request.body())
-    model = await served(service, project, asked.model, request.headers.get(SESSION_HEADER))
+    model = await served(service, caller, asked.model, request.headers.get(SESSION_HEADER))
     tokenizer = await _tokenizers(request).of(model.base_model)
     prompt = await asyncio.to_thread(prompt_of, tokenizer, asked)
     sample = sample_of(asked, prompt, model.payer)
     with _prompt_is_called("messages"):
-        drawing = await Drawing.submit(service, project, model.weights, [sample])
+        drawing = await Drawing.submit(service, caller, model.weights, [sample])
         answer = ChatAnswer(drawing.ids[0], tokenizer, asked, reads_tools=calls_tools(tokenizer, asked))
         if asked.stream:
             return EventStream(request, drawing, answer.chunks(await started(request, drawing)))
@@ -62,13 +65,14 @@ async def chat_completions(request: Request, project: Project, service: ServiceO
 
 
 @hot.post("/completions", responses=_answers(Completion), openapi_extra=_reads(CompletionRequest))
-async def completions(request: Request, project: Project, service: ServiceOf) -> Response:
+@needs("sample")
+async def completions(request: Request, caller: CallerOf, service: ServiceOf) -> Response:
     """What follows a text, or each of several."""
     asked = parse(CompletionRequest, await request.body())
-    model = await served(service, project, asked.model, request.headers.get(SESSION_HEADER))
+    model = await served(service, caller, asked.model, request.headers.get(SESSION_HEADER))
     tokenizer = await _tokenizers(request).of(model.base_model)
     prompts = await asyncio.to_thread(prompts_of, tokenizer, asked)
-    drawing = await Drawing.submit(service, project, model.weights, samples_of(asked, prompts, model.payer))
+    drawing = await Drawing.submit(service, caller, model.weights, samples_of(asked, prompts, model.payer))
     answer = TextAnswer(drawing.ids[0], tokenizer, asked, prompts)
     if asked.stream:
         return EventStream(request, drawing, answer.chunks(await started(request, drawing)))
@@ -77,13 +81,15 @@ async def completions(request: Request, project: Project, service: ServiceOf) ->
 
 
 @router.get("/models", response_model=ModelList)
-async def list_models(project: Project, service: ServiceOf) -> Any:
-    return await listed(service, project)
+@needs("info")
+async def list_models(caller: CallerOf, service: ServiceOf) -> Any:
+    return await listed(service, caller)
 
 
 @router.get("/models/{name:path}", response_model=Model)
-async def get_model(name: str, project: Project, service: ServiceOf) -> Any:
-    return await found(service, project, name)
+@needs("info")
+async def get_model(name: str, caller: CallerOf, service: ServiceOf) -> Any:
+    return await found(service, caller, name)
 
 
 @contextmanager

@@ -90,13 +90,9 @@ def test_version() -> None:
     assert run("version")[0].strip() == ts.__version__
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["serve"], "--dev"), (["serve", "--dev", "--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines")],
-)
-def test_serve_refuses_to_be_open_without_keys(arguments: list[str], said: str) -> None:
-    _, err = run(*arguments, code=2)
-    assert said in err.replace("\n", " ")
+def test_serve_without_keys_refuses_addresses_that_others_reach() -> None:
+    _, err = run("serve", "--dev", "--host", "0.0.0.0", code=2)
+    assert "0.0.0.0 can be reached from other machines" in err.replace("\n", " ")
 
 
 def test_help_has_examples_for_every_command() -> None:

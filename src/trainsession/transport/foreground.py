@@ -1,4 +1,4 @@
-"""`trainsession serve --dev`: a home on a loopback port as well as on its private socket."""
+"""`trainsession serve`: a home on a TCP port as well as on its private socket."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.api import EngineHandle
-from ..errors import ServiceUnavailable
+from ..errors import AuthenticationFailed, ServiceUnavailable
 from ..server.running import Server, bind_tcp
+from ..service.keys import Keys
+from ..store.database import opened
 from .embedded import OpenHost, local_host
 from .home import HomeLock, prepare, published
 from .serving import serve_home
@@ -49,11 +51,18 @@ class AnnouncingHost:
         await self._host.close()
 
 
-def serve_dev(host: str, port: int, home: Path, console: Console, open_host: OpenHost = local_host) -> None:
+def serve(
+    host: str, port: int, home: Path, console: Console, *, with_keys: bool, open_host: OpenHost = local_host
+) -> None:
     """Serve until SIGINT or SIGTERM; a second signal does not wait for running requests.
+
+    Args:
+        host: An address of this machine; without keys it must be a loopback one.
+        with_keys: Every request on the port needs an API key; else none does, and all are of one project.
 
     Raises:
         ServiceUnavailable: another process serves this home, or the port is taken.
+        AuthenticationFailed: keys are asked for, and none exists.
         StorageError: the home cannot be written.
     """
     run = prepare(home)
@@ -63,10 +72,12 @@ def serve_dev(host: str, port: int, home: Path, console: Console, open_host: Ope
         who = f"process {location.pid}" if location else "another process"
         raise ServiceUnavailable(f"{who} serves {home} already; stop it, or give another --home")
     try:
+        if with_keys:
+            asyncio.run(_check_keys(home))
         try:
             listener = bind_tcp(host, port)
         except OSError as error:
-            raise ServiceUnavailable(f"cannot listen on {host}:{port}: {error.strerror}") from error
+            raise ServiceUnavailable(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         with listener:
             engines = AnnouncingHost(open_host(), console)
             shown = f"[{host}]" if ":" in host else host
@@ -77,15 +88,26 @@ def serve_dev(host: str, port: int, home: Path, console: Console, open_host: Ope
                 for number in (signal.SIGINT, signal.SIGTERM):
                     loop.add_signal_handler(number, _stop, server)
                 names = [model.name for model in engines.list_base_models() if model.available]
-                console.print(f"trainsession at {url} (no keys: this machine only)", markup=False)
+                who = "with API keys" if with_keys else "no keys: this machine only"
+                key = "TRAINSESSION_API_KEY=... " if with_keys else ""
+                console.print(f"trainsession at {url} ({who})", markup=False)
                 console.print(f"  home    {home}", markup=False)
                 console.print(f"  models  {', '.join(names) or 'none is here without a model hub'}", markup=False)
-                console.print(f"  use it  TRAINSESSION_BASE_URL={url} python your_loop.py", markup=False)
+                console.print(f"  use it  TRAINSESSION_BASE_URL={url} {key}python your_loop.py", markup=False)
 
-            asyncio.run(serve_home(home, run, lambda: engines, on_ready, [listener]))
+            asyncio.run(serve_home(home, run, lambda: engines, on_ready, [listener], with_keys=with_keys))
     finally:
         lock.release()
     console.print("stopped; sessions are kept", markup=False)
+
+
+async def _check_keys(home: Path) -> None:
+    async with opened(home) as database:
+        if not await Keys(database).any_usable():
+            raise AuthenticationFailed(
+                "no API key exists here that is neither revoked nor expired; make one with "
+                f"`trainsession keys create --home {home}`, or serve this machine only with --dev"
+            )
 
 
 def _stop(server: Server) -> None:

@@ -1,0 +1,7 @@
+"""`python -m trainsession.cli`."""
+
+from __future__ import annotations
+
+from . import app
+
+app()

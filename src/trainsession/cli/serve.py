@@ -1,0 +1,42 @@
+"""`trainsession serve`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..transport.home import default_home
+from .output import Home, errors_as_exit, stderr
+
+serving = typer.Typer()
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DEFAULT_PORT = 8765
+
+
+@serving.command()
+def serve(
+    dev: Annotated[bool, typer.Option("--dev", help="Without keys, on this machine only.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    home: Home = None,
+) -> None:
+    """Serve the models of this machine until Ctrl-C. Clients need an API key (`trainsession keys`).
+
+    Examples:
+
+        trainsession serve --host 0.0.0.0 --home /data/trainsession
+
+        trainsession serve --dev
+    """
+    if dev and host not in LOOPBACK:
+        raise typer.BadParameter(
+            f"{host} can be reached from other machines, and --dev asks for no key; "
+            f"use one of {', '.join(LOOPBACK)} (and an SSH tunnel from elsewhere)",
+            param_hint="--host",
+        )
+    from ..transport import foreground
+
+    with errors_as_exit():
+        foreground.serve(host, port, (home or default_home()).absolute(), stderr(), with_keys=not dev)

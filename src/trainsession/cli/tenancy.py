@@ -1,0 +1,192 @@
+"""Commands of an operator: projects and API keys. They work on the home itself, whether or not a
+service runs there, and what they change is in force for its next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from ..errors import InvalidRequest
+from ..limits import PROJECT_LIMITS
+from ..transport.home import default_home
+from .output import AsJson, Home, errors_as_exit, print_json, print_rows, stderr
+
+if TYPE_CHECKING:
+    from ..service.keys import Keys
+    from ..service.projects import Projects
+
+T = TypeVar("T")
+ScopeName = Literal["full", "sample", "read"]
+
+projects = typer.Typer(help="Projects, and what each may use at once.", no_args_is_help=True)
+keys = typer.Typer(help="API keys of projects.", no_args_is_help=True)
+
+
+@projects.command("create")
+def create_project(
+    name: Annotated[str, typer.Argument(help="1 to 128 of A-Z a-z 0-9 . _ -")],
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a project.
+
+    Example:
+
+        trainsession projects create alignment
+    """
+    project = _of_projects(home, lambda of: of.create(name))
+    if as_json:
+        print_json(project.to_wire())
+    else:
+        stderr().print(f"made project {name}; `trainsession keys create --project {name}` makes a key", markup=False)
+
+
+@projects.command("list")
+def list_projects(home: Home = None, as_json: AsJson = False) -> None:
+    """List the projects and their limits.
+
+    Example:
+
+        trainsession projects list
+    """
+    found = _of_projects(home, lambda of: of.list())
+    if as_json:
+        print_json([project.to_wire() for project in found])
+    else:
+        rows = [{"project": project.project, "created_at": project.created_at, **project.limits} for project in found]
+        print_rows(rows, ("project", "created_at", *PROJECT_LIMITS), as_json)
+
+
+@projects.command("set-limit")
+def set_limit(
+    project: Annotated[str, typer.Argument(help="Name of the project.")],
+    settings: Annotated[list[str], typer.Argument(help=f"LIMIT=NUMBER or LIMIT=default; {', '.join(PROJECT_LIMITS)}")],
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change limits of a project, in force at once; `default` goes back to the service's own.
+
+    Example:
+
+        trainsession projects set-limit alignment max_live_sessions=8 max_tokens_per_minute=2000000
+    """
+    with errors_as_exit():
+        changes = dict(_limit(setting) for setting in settings)
+    changed = _of_projects(home, lambda of: of.set_limits(project, changes))
+    if as_json:
+        print_json(changed.to_wire())
+    else:
+        print_rows([{"project": project, **changed.limits}], ("project", *PROJECT_LIMITS), as_json)
+
+
+@keys.command("create")
+def create_key(
+    project: Annotated[str, typer.Option(help="Whose key it is.")] = "default",
+    scope: Annotated[
+        ScopeName,
+        typer.Option(help="full: everything; sample: draw samples; read: look at everything, change nothing."),
+    ] = "full",
+    session: Annotated[str | None, typer.Option(help="Only samples of this session (scope sample).")] = None,
+    name: Annotated[str, typer.Option(help="To tell keys apart.")] = "",
+    days: Annotated[float | None, typer.Option(help="Valid for so many days; default: until revoked.")] = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make an API key and print it. It is shown this once: the home holds only its hash.
+
+    Examples:
+
+        trainsession keys create --project alignment --name laptop
+
+        trainsession keys create --project alignment --scope sample --session s_... --days 1
+    """
+    key, listed = _of_keys(
+        home,
+        lambda of: of.create(
+            project,
+            scope="sample" if session is not None and scope == "full" else scope,
+            session_id=session,
+            name=name,
+            valid_seconds=None if days is None else days * 86_400,
+        ),
+    )
+    if as_json:
+        print_json({"key": key, **listed.to_wire()})
+    else:
+        print(key)
+        stderr().print(f"{listed.scope} key of project {project}; it cannot be shown again", markup=False)
+
+
+@keys.command("list")
+def list_keys(
+    project: Annotated[str | None, typer.Option(help="Only those of this project.")] = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the keys, by the part of each that may be shown.
+
+    Example:
+
+        trainsession keys list --project alignment
+    """
+    rows = [key.to_wire() for key in _of_keys(home, lambda of: of.list(project))]
+    columns = ("prefix", "project", "name", "scope", "session_id", "created_at", "expires_at", "revoked_at")
+    print_rows(rows, columns, as_json)
+
+
+@keys.command("revoke")
+def revoke_key(
+    prefix: Annotated[str, typer.Argument(help="As in `trainsession keys list`: ts-<12 hex digits>")],
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Refuse a key from its next request on.
+
+    Example:
+
+        trainsession keys revoke ts-1c9e0b7a4f52
+    """
+    revoked = _of_keys(home, lambda of: of.revoke(prefix))
+    if as_json:
+        print_json(revoked.to_wire())
+    else:
+        stderr().print(f"revoked {revoked.prefix} of project {revoked.project}", markup=False)
+
+
+# The database's packages are imported where a command needs them: the other commands start quicker.
+def _of_projects(home: Path | None, work: Callable[[Projects], Coroutine[Any, Any, T]]) -> T:
+    async def run() -> T:
+        from ..service.projects import Projects
+        from ..store.database import opened
+
+        async with opened((home or default_home()).absolute()) as database:
+            return await work(Projects(database))
+
+    with errors_as_exit():
+        return asyncio.run(run())
+
+
+def _of_keys(home: Path | None, work: Callable[[Keys], Coroutine[Any, Any, T]]) -> T:
+    async def run() -> T:
+        from ..service.keys import Keys
+        from ..store.database import opened
+
+        async with opened((home or default_home()).absolute()) as database:
+            return await work(Keys(database))
+
+    with errors_as_exit():
+        return asyncio.run(run())
+
+
+def _limit(setting: str) -> tuple[str, int | None]:
+    name, _, value = setting.partition("=")
+    if value == "default":
+        return name, None
+    if not value.isdecimal():
+        raise InvalidRequest(f"{setting}: expected LIMIT=NUMBER or LIMIT=default, for example max_live_sessions=8")
+    return name, int(value)
