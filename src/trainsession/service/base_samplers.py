@@ -20,7 +20,12 @@ class BaseSamplers:
         self._known: dict[tuple[str, str], str] = {}
 
     async def of(self, project: str, base_model: str) -> SessionInfo:
-        """See `trainsession.service.service.Service.base_sampler`."""
+        """That of a project and a base model.
+
+        Raises:
+            UnknownModel: names the models that exist.
+            LimitExceeded: too many live sessions.
+        """
         name = await asyncio.to_thread(self._host.resolve, base_model)
         known = self._known.get((project, name))
         # Found again by its key after a restart, and by two first requests at once.

@@ -208,14 +208,7 @@ class Service:
         return [dict(row) for row in rows]
 
     async def base_sampler(self, project: str, base_model: str) -> SessionInfo:
-        """The sampler session that pays for a base model's samples where the caller names none.
-
-        One for each project and base model: made on first use, and again once it was closed.
-
-        Raises:
-            UnknownModel: names the models that exist.
-            LimitExceeded: too many live sessions.
-        """
+        """The session that pays for a base model's samples where the caller names none; see `BaseSamplers.of`."""
         self._check_open()
         return await self._base_samplers.of(project, base_model)
 
