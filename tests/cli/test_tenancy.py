@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import pytest
 
 import trainsession as ts
 from bench.null_engine import MODEL
 from tests.cli.test_objects import run
 from tests.server.keyed import keyed
+from tests.server.owner import SpokenHost
 
 COMMAND = [sys.executable, "-m", "trainsession.cli"]
 
@@ -130,6 +132,27 @@ def test_commands_work_beside_a_running_service_and_hold_at_once(home: Path) -> 
             assert "scope sample" in run("sessions", "--base-url", url, "--api-key", bound, code=1)[1]
             run("keys", "revoke", key.rpartition("-")[0])
             assert "was revoked" in run("sessions", "--base-url", url, "--api-key", key, code=1)[1]
+
+
+def test_the_page_of_the_openai_door_makes_a_key_of_one_session(home: Path, tmp_path: Path) -> None:
+    """The command as it stands in docs/openai.md, and the address and model that stand below it."""
+    page = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
+    (command,) = re.findall(r"^trainsession (keys create .*?--session s_\.\.\..*?) *#", page, re.MULTILINE)
+    (address,) = re.findall(r"^export OPENAI_BASE_URL=http://gpu-host:8765(/\S+)$", page, re.MULTILINE)
+    (model,) = re.findall(r"^# model: (\S+)$", page, re.MULTILINE)
+    with keyed(home, SpokenHost.opener(tmp_path / "tokenizer")) as url, ts.ServiceClient(url, make_key()) as service:
+        trainer = service.create_lora_training_client(MODEL, rank=1)
+        assert trainer.save_weights_and_get_sampling_client().openai_model.startswith("ts://")
+        key = run(*command.replace("s_...", trainer.session_id).split())[0].strip()
+        with openai.OpenAI(base_url=url + address, api_key=key) as client:
+            model = model.replace("s_...", trainer.session_id)
+            assert client.completions.create(model=model, prompt="a", max_tokens=2).usage is not None
+            assert [known.id for known in client.models.list()] == [model]
+            with pytest.raises(openai.PermissionDeniedError):
+                client.completions.create(model=MODEL, prompt="a", max_tokens=2)
+        (row,) = [row for row in json.loads(run("keys", "list", "--json")[0]) if row["name"] == "agent"]
+        assert (row["scope"], row["session_id"]) == ("sample", trainer.session_id)
+        assert row["expires_at"] - row["created_at"] == pytest.approx(7 * 86_400)
 
 
 # --- serve -----------------------------------------------------------------------------------

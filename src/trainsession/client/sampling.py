@@ -16,6 +16,7 @@ from ..errors import Cancelled, InvalidRequest, TrainSessionError
 from ..limits import LIMITS
 from ..types import SampleResponse, SamplingParams
 from ..wire import samples_from_wire
+from . import openai_clients
 from .connection import Connection
 from .futures import OperationFuture
 from .prompts import Prompt, Prompts, all_prompt_tokens, is_many, prompt_tokens
@@ -24,6 +25,8 @@ from .submitter import PendingOperation
 from .twins import off_thread, to_result
 
 if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
     from ..tokenization import Tokenizer
 
 T = TypeVar("T")
@@ -209,6 +212,30 @@ class SamplingClient:
             return handle.operation_id
 
         return SampleStream(self._connection, handle, submit)
+
+    @property
+    def openai_model(self) -> str:
+        """What ``model=`` of `openai_client` takes for these weights.
+
+        For a snapshot this waits until the service has accepted it, not until it is taken.
+        """
+        weights = self._connection.io.run(self._weights.to_wire())
+        operation_id = weights.get("operation_id")
+        if operation_id is not None:
+            return f"ts://{self.session_id}/snapshot/{operation_id}"
+        return weights.get("path") or weights["base_model"]
+
+    def openai_client(self) -> OpenAI:
+        """An ``openai.OpenAI`` of this service, metered like this client; see `openai_model`.
+
+        Raises:
+            InvalidRequest: the package is not installed.
+        """
+        return openai_clients.blocking(self._connection, self.session_id)
+
+    def async_openai_client(self) -> AsyncOpenAI:
+        """The same as an ``openai.AsyncOpenAI``, for one event loop."""
+        return openai_clients.asynchronous(self._connection, self.session_id)
 
     def get_tokenizer(self) -> Tokenizer:
         """The base model's tokenizer, handed out by the service."""

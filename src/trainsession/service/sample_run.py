@@ -81,15 +81,16 @@ class SampleRun:
         if event.stop_reason is not None:
             self.reasons[index] = event.stop_reason
             self.texts[index] = event.text
-        self.frame(
-            {
-                "index": index,
-                "tokens": event.tokens,
-                "logprobs": event.logprobs,
-                "text_delta": event.text_delta,
-                "stop_reason": event.stop_reason,
-            }
-        )
+        frame: dict[str, Any] = {
+            "index": index,
+            "tokens": event.tokens,
+            "logprobs": event.logprobs,
+            "text_delta": event.text_delta,
+            "stop_reason": event.stop_reason,
+        }
+        if self.request.topk_logprobs:
+            frame["topk"] = event.topk
+        self.frame(frame)
 
     def frame(self, frame: dict[str, Any]) -> None:
         self.frames.append(frame)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,8 @@ _DIVERGED = (
     "the engine's process ended while this sample was streamed, and drew other tokens when it was run again "
     "(outside exact mode it may): the stream cannot be continued. Nothing is charged; ask again"
 )
+_CANCEL_SECONDS = 5.0
+"""A closing service waits so long for cancelled samples; they end within a decode step."""
 
 
 class Samples:
@@ -339,18 +342,22 @@ class Samples:
             return
         if "sequences" not in result.value or after:
             raise NotFound(f"the stream of {operation_id} is over; fetch its result")
-        for index, sequence in enumerate(result.value["sequences"]):
-            yield {
+        for index, sequence in enumerate(wire.samples_from_wire(result.value).sequences):
+            frame: dict[str, Any] = {
                 "index": index,
-                "tokens": sequence["tokens"].tolist(),
-                "logprobs": sequence["logprobs"].tolist(),
-                "text_delta": sequence["text"],
-                "stop_reason": sequence["stop_reason"],
+                "tokens": sequence.tokens,
+                "logprobs": sequence.logprobs,
+                "text_delta": sequence.text,
+                "stop_reason": sequence.stop_reason,
             }
+            if sequence.topk_logprobs is not None:
+                frame["topk"] = sequence.topk_logprobs
+            yield frame
         yield {"done": True, "usage": result.value["usage"]}
 
     async def close(self) -> None:
         """Stop drawing; unfinished samples stay in the log and are drawn again by the next process."""
+        await self._let_cancelled_end()
         self._closing = True
         for run in self._runs.values():
             if run.handle is not None:
@@ -358,6 +365,15 @@ class Samples:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _let_cancelled_end(self) -> None:
+        """What was cancelled has the tokens that it has: the next process must not draw it to its length."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CANCEL_SECONDS):
+                for run in [run for run in self._runs.values() if run.cancelled]:
+                    while not run.ended:
+                        run.changed.clear()
+                        await run.changed.wait()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

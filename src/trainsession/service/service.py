@@ -21,6 +21,7 @@ from ..limits import Limits
 from ..store.schema import metrics as metrics_table
 from ..store.store import Store
 from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, UsageReport
+from .base_samplers import BaseSamplers
 from .bodies import check_name
 from .checkpoints import Checkpoints, Origin
 from .ids import new_id
@@ -63,6 +64,7 @@ class Service:
         self.projects = Projects(store.database)
         quotas = Quotas()
         self._sessions = Sessions(store, host, self._checkpoints, self._outcomes, self.projects, self._lane_of)
+        self._base_samplers = BaseSamplers(self._sessions, host)
         resolver = WeightsResolver(store, host, self._checkpoints, self._sessions, self._outcomes, self._lane_of)
         self._samples = Samples(
             store, self._log, self._outcomes, self._meter, resolver, self.projects, quotas, settings
@@ -204,6 +206,11 @@ class Service:
         query = sa.select(*columns).where(metrics_table.c.session_id == session_id).order_by(metrics_table.c.id)
         rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
         return [dict(row) for row in rows]
+
+    async def base_sampler(self, project: str, base_model: str) -> SessionInfo:
+        """The session that pays for a base model's samples where the caller names none; see `BaseSamplers.of`."""
+        self._check_open()
+        return await self._base_samplers.of(project, base_model)
 
     # --- operations --------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from ..engine.api import EngineHandle, EngineHost
 from ..errors import CheckpointMismatch, InvalidRequest, NotFound, PermissionDenied, SessionClosed
 from ..store.schema import frozen_weights, operations, sessions
 from ..store.store import Store
-from .checkpoints import Checkpoints, live_session
+from .checkpoints import Checkpoints, live_session, named_snapshot
 from .frozen import Weights
 from .lane import Lane
 from .outcomes import Outcomes
@@ -80,6 +80,13 @@ class WeightsResolver:
         session_id = live_session(value)
         if session_id is not None:
             return await self._snapshot(project, await self._newest_snapshot(project, session_id))
+        snapshot = named_snapshot(value)
+        if snapshot is not None:
+            session_id, operation_id = snapshot
+            source = await self._snapshot(project, operation_id)
+            if source.session_id != session_id:
+                raise NotFound(f"session {session_id} has no snapshot {operation_id}", details={"path": value})
+            return source
         row = await self._checkpoints.find(project, value)
         if row.kind != "weights":
             raise CheckpointMismatch(
