@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
 
 TEMPLATE = "migrated"
 
@@ -69,7 +70,7 @@ class PostgresServer:
             try:
                 self.execute("SELECT 1")
                 return
-            except sa.exc.OperationalError:
+            except OperationalError:
                 time.sleep(0.1)
         raise RuntimeError((self.directory / "log").read_text())
 

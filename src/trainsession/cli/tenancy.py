@@ -25,10 +25,10 @@ ScopeName = Literal["full", "sample", "read"]
 
 projects = typer.Typer(help="Projects, and what each may use at once.", no_args_is_help=True)
 keys = typer.Typer(help="API keys of projects.", no_args_is_help=True)
-database = typer.Typer(help="The database of a home.", no_args_is_help=True)
+db = typer.Typer(help="The database of a home.", no_args_is_help=True)
 
 
-@database.command("upgrade")
+@db.command("upgrade")
 def upgrade_database(home: Home = None, database: DatabaseUrl = None) -> None:
     """Bring a database to the schema of this version; a file is copied first.
 
@@ -68,7 +68,7 @@ def create_project(
 
 
 @projects.command("list")
-def list_projects(home: Home = None, as_json: AsJson = False) -> None:
+def list_projects(home: Home = None, database: DatabaseUrl = None, as_json: AsJson = False) -> None:
     """List the projects and their limits.
 
     Example:
