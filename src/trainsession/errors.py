@@ -33,6 +33,7 @@ and the client raises the class that owns the code.
         StorageError                        disk full, home not writable
         ServiceUnavailable
             ConnectionFailed                no service answered
+            DatabaseUnavailable (also StorageError)
         IncompatibleVersion
         ResultTimeout (also TimeoutError)   result(timeout) ran out; the operation goes on
 """
@@ -227,12 +228,6 @@ class EngineError(TrainSessionError):
     status, code = 500, "engine_error"
 
 
-class StorageError(TrainSessionError):
-    """The service could not store data (disk full, or not writable)."""
-
-    status, code = 507, "storage_error"
-
-
 class ServiceUnavailable(TrainSessionError):
     """The service cannot answer now."""
 
@@ -243,6 +238,18 @@ class ConnectionFailed(ServiceUnavailable):
     """No service answered at this address."""
 
     code = "connection_failed"
+
+
+class StorageError(TrainSessionError):
+    """The service could not store data (disk full, or not writable)."""
+
+    status, code = 507, "storage_error"
+
+
+class DatabaseUnavailable(ServiceUnavailable, StorageError):
+    """The service's database cannot be reached now; nothing was stored."""
+
+    code = "database_unavailable"
 
 
 class IncompatibleVersion(TrainSessionError):

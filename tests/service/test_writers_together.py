@@ -56,7 +56,7 @@ async def accept(store: Store, session: Session, of: OperationRequest) -> Accept
     return await OperationLog(store).accept(session, of, await store.keep("body", pack_request(of)), 1)
 
 
-async def rows(store: Store, query: sa.Select[tuple[int]]) -> int:
+async def rows(store: Store, query: sa.Select[int]) -> int:
     return await store.read(lambda connection: connection.execute(query).scalar_one())
 
 

@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 import sqlalchemy as sa
 
-from ..errors import ServiceUnavailable, StorageError
+from ..errors import DatabaseUnavailable, ServiceUnavailable, StorageError
 from .backend import Address, Backend, Verdict, backend_of, parse_address
 from .upgrade import prepare
 
@@ -145,13 +145,13 @@ class Database:
         """Run ``function`` in the next transaction; durable when this returns.
 
         Raises:
-            StorageError: the disk is full or not writable, or the server out of reach; nothing of the
-                function remains.
+            StorageError: the disk is full or not writable; nothing of the function remains.
+            DatabaseUnavailable: the server is out of reach; nothing of it remains either.
         """
         if self._closed:
             raise ServiceUnavailable("the service is closing")
         if self._in_doubt:
-            raise StorageError("the database cannot be reached now")
+            raise DatabaseUnavailable("the database cannot be reached now")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queue.put(_Write(function, future))
         return await future
@@ -162,7 +162,7 @@ class Database:
             self._lazy.append(_Write(function, None))
 
     async def read(self, function: Callable[[sa.Connection], T]) -> T:
-        """Run ``function`` on a connection that sees what was committed; it may be run twice.
+        """Run ``function`` on a connection that sees what was committed; it may be run more than once.
 
         Raises:
             StorageError: the database cannot be read.
@@ -172,8 +172,7 @@ class Database:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, function)
 
     def _read(self, function: Callable[[sa.Connection], T]) -> T:
-        # A pooled connection may be one of before the server's last restart. Then the others are, too.
-        for last in (False, True):
+        for pause in (*_PAUSES, None):
             try:
                 with self._engine.connect() as connection:
                     try:
@@ -183,9 +182,11 @@ class Database:
                             connection.invalidate()
                         raise
             except self._backend.errors as error:
-                if last or self._backend.judge(error) != "again":
+                if pause is None or self._backend.judge(error) != "again":
                     raise self._backend.translate(error, "read") from error
+                # The connections in the pool are of before the server's last restart, too.
                 self._engine.dispose()
+                time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
     async def look_up(self, statement: Prepared, call: Mapping[str, Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from psycopg import errors as codes
 from psycopg.pq import TransactionStatus
 from sqlalchemy import event
 
-from ..errors import InvalidRequest, StorageError
+from ..errors import DatabaseUnavailable, InvalidRequest, StorageError
 from .backend import Backend, Use, Verdict, cause_of
 from .schema import meta
 
@@ -104,7 +104,7 @@ class PostgresBackend(Backend):
         if not isinstance(cause, psycopg.Error):
             return error
         if isinstance(cause, codes.LockNotAvailable):
-            return StorageError(f"the database cannot be {verb}: another process has been writing for too long")
+            return DatabaseUnavailable(f"the database cannot be {verb}: another process has been writing for too long")
         if isinstance(cause, psycopg.DataError):
             return InvalidRequest(
                 "a text holds a character (U+0000), or a number is larger, than the database can store"
@@ -114,7 +114,8 @@ class PostgresBackend(Backend):
         ):
             # The server's own words, without SQL or parameters.
             words = cause.diag.message_primary or (str(cause).splitlines() or [type(cause).__name__])[0]
-            return StorageError(f"the database cannot be {verb}: {words}")
+            kind = DatabaseUnavailable if self.judge(error) == "again" else StorageError
+            return kind(f"the database cannot be {verb}: {words}")
         return error
 
     def mark(self, connection: sa.Connection) -> str | None:
