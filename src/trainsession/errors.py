@@ -34,6 +34,7 @@ and the client raises the class that owns the code.
         StorageError                        disk full, home not writable
         ServiceUnavailable
             ConnectionFailed                no service answered
+            DatabaseUnavailable (also StorageError)
         IncompatibleVersion
         ResultTimeout (also TimeoutError)   result(timeout) ran out; the operation goes on
 """
@@ -234,12 +235,6 @@ class EngineLost(EngineError):
     code = "engine_lost"
 
 
-class StorageError(TrainSessionError):
-    """The service could not store data (disk full, or not writable)."""
-
-    status, code = 507, "storage_error"
-
-
 class ServiceUnavailable(TrainSessionError):
     """The service cannot answer now."""
 
@@ -250,6 +245,18 @@ class ConnectionFailed(ServiceUnavailable):
     """No service answered at this address."""
 
     code = "connection_failed"
+
+
+class StorageError(TrainSessionError):
+    """The service could not store data (disk full, or not writable)."""
+
+    status, code = 507, "storage_error"
+
+
+class DatabaseUnavailable(ServiceUnavailable, StorageError):
+    """The service's database cannot be reached now; nothing was stored."""
+
+    code = "database_unavailable"
 
 
 class IncompatibleVersion(TrainSessionError):

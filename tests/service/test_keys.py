@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.null_engine import NullHost
-from tests.service.driver import Trainer, run, serving
+from tests.service.driver import Trainer, database_of, run, serving
 from trainsession.errors import AuthenticationFailed, Conflict, InvalidRequest, LimitExceeded, NotFound
 from trainsession.limits import LIMITS
 from trainsession.service.keys import SCOPES, Caller, Keys
@@ -23,10 +24,12 @@ from trainsession.service.projects import Projects
 from trainsession.store.database import opened
 from trainsession.store.schema import api_keys
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 def test_a_key_opens_its_project_and_the_home_holds_only_its_hash(tmp_path: Path) -> None:
     async def test() -> str:
-        async with opened(tmp_path) as database:
+        async with opened(tmp_path, database_of(tmp_path)) as database:
             await Projects(database).create("a")
             key, listed = await Keys(database).create("a", name="laptop")
             prefix, _, secret = key.rpartition("-")
@@ -46,7 +49,7 @@ def test_a_key_opens_its_project_and_the_home_holds_only_its_hash(tmp_path: Path
 
 def test_no_two_keys_are_alike(tmp_path: Path) -> None:
     async def test() -> None:
-        async with opened(tmp_path) as database:
+        async with opened(tmp_path, database_of(tmp_path)) as database:
             made = [await Keys(database).create("default") for _ in range(50)]
             assert len({key for key, _ in made}) == len({listed.prefix for _, listed in made}) == 50
             for key, _ in made:
@@ -96,7 +99,7 @@ def test_what_cannot_be_a_key_is_refused(tmp_path: Path) -> None:
 
 def test_an_expired_key_says_so_to_who_has_it(tmp_path: Path) -> None:
     async def test() -> None:
-        async with opened(tmp_path) as database:
+        async with opened(tmp_path, database_of(tmp_path)) as database:
             keys = Keys(database)
             key, listed = await keys.create("default", valid_seconds=0.2)
             await keys.verify(key)
@@ -111,11 +114,12 @@ def test_an_expired_key_says_so_to_who_has_it(tmp_path: Path) -> None:
 
 def test_a_key_revoked_by_another_process_is_refused_at_once(tmp_path: Path) -> None:
     async def test() -> None:
-        async with opened(tmp_path) as database:
+        async with opened(tmp_path, database_of(tmp_path)) as database:
             key, listed = await Keys(database).create("default")
             await Keys(database).verify(key)
             command = [sys.executable, "-m", "trainsession.cli", "keys", "revoke", listed.prefix, "--home", tmp_path]
-            await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=60)
+            env = {**os.environ, "TRAINSESSION_DATABASE_URL": database_of(tmp_path) or ""}
+            await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True, timeout=60, env=env)
             with pytest.raises(AuthenticationFailed, match="was revoked"):
                 await Keys(database).verify(key)
             at = (await Keys(database).list())[0].revoked_at
@@ -131,7 +135,7 @@ def test_a_key_revoked_by_another_process_is_refused_at_once(tmp_path: Path) -> 
 
 def test_an_unknown_prefix_and_a_wrong_secret_look_the_same(tmp_path: Path) -> None:
     async def test() -> None:
-        async with opened(tmp_path) as database:
+        async with opened(tmp_path, database_of(tmp_path)) as database:
             key, listed = await Keys(database).create("default")
             await Keys(database).revoke(listed.prefix)
             said = set()
@@ -153,7 +157,7 @@ HOSTILE = st.one_of(
 
 def test_any_text_as_a_key_is_refused_quickly(tmp_path: Path) -> None:
     async def check(text: str) -> float:
-        async with opened(tmp_path) as database:
+        async with opened(tmp_path, database_of(tmp_path)) as database:
             started = time.perf_counter()
             with pytest.raises(AuthenticationFailed) as caught:
                 await Keys(database).verify(text)
@@ -169,10 +173,11 @@ def test_any_text_as_a_key_is_refused_quickly(tmp_path: Path) -> None:
 
 
 def test_a_look_up_costs_a_fraction_of_an_operation(tmp_path: Path) -> None:
-    """The budget is 8 ms an operation in all; a look-up takes some 0.1 ms on an idle machine."""
+    """The budget is 8 ms an operation in all; a look-up takes some 0.1 ms on an idle machine, and on a
+    server a round trip more."""
 
     async def test() -> float:
-        async with opened(tmp_path) as database:
+        async with opened(tmp_path, database_of(tmp_path)) as database:
             keys = Keys(database)
             made = [(await keys.create("default"))[0] for _ in range(20)]
             times = []
@@ -183,12 +188,12 @@ def test_a_look_up_costs_a_fraction_of_an_operation(tmp_path: Path) -> None:
                     times.append(time.perf_counter() - started)
             return sorted(times)[len(times) // 2]
 
-    assert run(test()) < 0.001
+    assert run(test()) < (0.001 if database_of(tmp_path) is None else 0.004)
 
 
 def test_projects_are_made_once_and_named_like_checkpoints(tmp_path: Path) -> None:
     async def test() -> None:
-        async with opened(tmp_path) as database:
+        async with opened(tmp_path, database_of(tmp_path)) as database:
             projects = Projects(database)
             made = await projects.create("a.b-c_1")
             assert [project.project for project in await projects.list()] == ["a.b-c_1", "default"]
@@ -204,7 +209,7 @@ def test_projects_are_made_once_and_named_like_checkpoints(tmp_path: Path) -> No
 
 def test_limits_of_a_project_are_its_own_and_go_back(tmp_path: Path) -> None:
     async def test() -> None:
-        async with opened(tmp_path) as database:
+        async with opened(tmp_path, database_of(tmp_path)) as database:
             projects = Projects(database)
             await projects.create("a")
             changed = await projects.set_limits("a", {"max_live_sessions": 2, "max_tokens_per_minute": 100})

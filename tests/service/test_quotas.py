@@ -16,6 +16,8 @@ from trainsession.service.quotas import TokenRate
 from trainsession.service.requests import OperationRequest
 from trainsession.service.service import Service
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 class Clock:
     now = 0.0

@@ -25,6 +25,8 @@ from trainsession.errors import (
     UnknownModel,
 )
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 BASE = {"base_model": MODEL}
 
 

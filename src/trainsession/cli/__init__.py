@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
 from .._version import __version__
 from .objects import objects
 from .serve import serving
-from .tenancy import keys, projects
+from .tenancy import db, keys, projects
 
 app = typer.Typer(
     help="Train, sample and keep language models on a GPU that you never manage.",
@@ -25,6 +25,7 @@ app.add_typer(serving)
 app.add_typer(objects)
 app.add_typer(projects, name="projects")
 app.add_typer(keys, name="keys")
+app.add_typer(db, name="db")
 
 
 @app.command()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..transport.home import default_home
-from .output import Home, errors_as_exit, stderr
+from .output import DatabaseUrl, Home, errors_as_exit, stderr
 
 serving = typer.Typer()
 
@@ -21,6 +21,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
     home: Home = None,
+    database: DatabaseUrl = None,
 ) -> None:
     """Serve the models of this machine until Ctrl-C. Clients need an API key (`trainsession keys`).
 
@@ -29,6 +30,8 @@ def serve(
         trainsession serve --host 0.0.0.0 --home /data/trainsession
 
         trainsession serve --dev
+
+        trainsession serve --database postgresql://trainsession@db-host/trainsession
     """
     if dev and host not in LOOPBACK:
         raise typer.BadParameter(
@@ -39,4 +42,5 @@ def serve(
     from ..transport import foreground
 
     with errors_as_exit():
-        foreground.serve(host, port, (home or default_home()).absolute(), stderr(), with_keys=not dev)
+        where = (home or default_home()).absolute()
+        foreground.serve(host, port, where, stderr(), with_keys=not dev, database=database)

@@ -78,22 +78,31 @@ class Service:
 
     @classmethod
     async def open(
-        cls, home: Path, host: EngineHost, *, prices: Path | None = None, settings: Settings | None = None
+        cls,
+        home: Path,
+        host: EngineHost,
+        *,
+        database: str | None = None,
+        prices: Path | None = None,
+        settings: Settings | None = None,
     ) -> Self:
         """Open (or create) the home's database and take up what an earlier process left.
 
         Args:
             home: Directory of the database and blobs; made if missing (0700).
             host: Where engines come from; the service closes it.
+            database: URL of a PostgreSQL database; default: a file in the home.
             prices: A price table in TOML; default: the packaged example prices.
             settings: Times and bounds; default: `Settings()`.
 
         Raises:
-            StorageError: the home is not writable.
-            IncompatibleVersion: the database was written by a newer version.
+            StorageError: the home is not writable, or the database out of reach.
+            IncompatibleVersion: the database was written by a newer version, or it is on a server and was
+                written by an older one.
+            InvalidRequest: ``database`` is no such URL.
         """
         table = PriceTable.load(prices or EXAMPLE_PRICES)
-        store = await asyncio.to_thread(Store, home)
+        store = await asyncio.to_thread(Store, home, database)
         service = cls(home, store, host, table, settings or Settings())
         try:
             await service._sessions.load_unfinished()

@@ -58,6 +58,7 @@ def serve(
     console: Console,
     *,
     with_keys: bool,
+    database: str | None = None,
     open_host: OpenHost = engine_processes,
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second signal does not wait for running requests.
@@ -67,11 +68,13 @@ def serve(
         open_host: Makes the engine host; default: each model's engine in a process of its own, so that what
             ends one leaves the service and its clients alive.
         with_keys: Every request on the port needs an API key; else none does, and all are of one project.
+        database: URL of a PostgreSQL database; default: a file in the home.
 
     Raises:
         ServiceUnavailable: another process serves this home, or the port is taken.
         AuthenticationFailed: keys are asked for, and none exists.
-        StorageError: the home cannot be written.
+        StorageError: the home cannot be written, or the database cannot be reached.
+        IncompatibleVersion: the database has another version's schema.
     """
     run = prepare(home)
     lock = HomeLock(run)
@@ -81,7 +84,7 @@ def serve(
         raise ServiceUnavailable(f"{who} serves {home} already; stop it, or give another --home")
     try:
         if with_keys:
-            asyncio.run(_check_keys(home))
+            asyncio.run(_check_keys(home, database))
         try:
             listener = bind_tcp(host, port)
         except OSError as error:
@@ -103,15 +106,18 @@ def serve(
                 console.print(f"  models  {', '.join(names) or 'none is here without a model hub'}", markup=False)
                 console.print(f"  use it  TRAINSESSION_BASE_URL={url} {key}python your_loop.py", markup=False)
 
-            asyncio.run(serve_home(home, run, lambda: engines, on_ready, [listener], with_keys=with_keys))
+            serving = serve_home(
+                home, run, lambda: engines, on_ready, [listener], with_keys=with_keys, database=database
+            )
+            asyncio.run(serving)
     finally:
         lock.release()
     console.print("stopped; sessions are kept", markup=False)
 
 
-async def _check_keys(home: Path) -> None:
-    async with opened(home) as database:
-        if not await Keys(database).any_usable():
+async def _check_keys(home: Path, database: str | None) -> None:
+    async with opened(home, database) as opening:
+        if not await Keys(opening).any_usable():
             raise AuthenticationFailed(
                 "no API key exists here that is neither revoked nor expired; make one with "
                 f"`trainsession keys create --home {home}`, or serve this machine only with --dev"
