@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from .. import wire
 from ..engine.api import EngineHandle, SampleEvent
-from ..errors import Cancelled, NotFound, StorageError, TrainSessionError
+from ..errors import Cancelled, LimitExceeded, NotFound, RateLimited, StorageError, TrainSessionError
 from ..limits import LIMITS
 from ..store.schema import operations
 from ..store.store import Store
@@ -77,9 +77,7 @@ class Samples:
             RateLimited: the project has as many under way, or used as many tokens, as it may.
         """
         LIMITS.check("max_prompts", len(requests), "requests")
-        limits = await self._projects.limits(project)
-        self._quotas.tokens.check(project, limits.max_tokens_per_minute)
-        self._quotas.take_samples(project, len(requests), limits)
+        taken = await self._take_places(project, len(requests), key)
         runs: list[SampleRun] = []
         try:
             if only is not None and only.session_id is not None:
@@ -89,10 +87,24 @@ class Samples:
                 source = await self._resolver.resolve(project, weights)
             runs, ids = await self._accept(project, source, weights, requests, key)
         finally:
-            self._quotas.count_samples(project, len(runs) - len(requests))
+            self._quotas.count_samples(project, len(runs) - taken)
         self._start(source, runs)
         self._quotas.tokens.spend(project, sum(int(run.request.prompt.size) for run in runs))
         return ids
+
+    async def _take_places(self, project: str, count: int, key: str) -> int:
+        """How many were taken: none for a retry that would be refused, which is answered like its first time."""
+        limits = await self._projects.limits(project)
+        try:
+            self._quotas.tokens.check(project, limits.max_tokens_per_minute)
+            self._quotas.take_samples(project, count, limits)
+        except (RateLimited, LimitExceeded):
+            mine = (operations.c.project == project, operations.c.scope == SAMPLE)
+            query = sa.select(operations.c.id).where(*mine, operations.c.idempotency_key == f"{key}/0")
+            if not key or await self._store.read(lambda connection: connection.execute(query).first()) is None:
+                raise
+            return 0
+        return count
 
     async def _accept(
         self,

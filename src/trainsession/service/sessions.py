@@ -250,8 +250,8 @@ class Sessions:
         return session.info()
 
     def unfinished(self, project: str) -> int:
-        """Operations of the project that wait or run."""
-        return sum(len(session.pending) for session in self._live.values() if session.project == project)
+        """Operations of the project that wait or run; not those that run again after a restart."""
+        return sum(session.num_new for session in self._live.values() if session.project == project)
 
     async def _load(self, project: str, session_id: str) -> Session:
         row = await self._row(project, session_id)
@@ -284,7 +284,9 @@ class Sessions:
                 replay=found.state == "done",
                 error=from_wire(found.error or {}) if found.state in ("failed", "cancelled") else None,
             )
-            session.replays_left += found.state == "done"
+            if found.state == "done":
+                session.replays_left += 1
+                session.replayed_until = max(session.replayed_until, found.seq + 1)
             if found.state == "queued":
                 self.expect(session, found.id, found.seq)
         if session.replays_left:
