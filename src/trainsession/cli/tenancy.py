@@ -187,6 +187,6 @@ def _limit(setting: str) -> tuple[str, int | None]:
     name, _, value = setting.partition("=")
     if value == "default":
         return name, None
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > 20:
         raise InvalidRequest(f"{setting}: expected LIMIT=NUMBER or LIMIT=default, for example max_live_sessions=8")
     return name, int(value)
