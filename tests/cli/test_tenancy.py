@@ -116,6 +116,14 @@ def test_keys_that_an_older_version_made_without_a_bound_can_be_listed(home: Pat
     assert prefix in run("keys", "list")[0]
 
 
+@pytest.mark.parametrize(
+    "command", [("keys", "list"), ("projects", "list", "--json"), ("keys", "revoke", "ts-000000000000")]
+)
+def test_commands_that_look_make_no_home(home: Path, command: tuple[str, ...]) -> None:
+    assert "no trainsession home is at" in run(*command, code=1)[1]
+    assert not home.exists()
+
+
 def test_help_has_examples() -> None:
     for group, command in (
         *(("projects", command) for command in ("create", "list", "set-limit")),

@@ -54,7 +54,7 @@ def list_projects(home: Home = None, as_json: AsJson = False) -> None:
 
         trainsession projects list
     """
-    found = _of_projects(home, lambda of: of.list())
+    found = _of_projects(home, lambda of: of.list(), create=False)
     if as_json:
         print_json([project.to_wire() for project in found])
     else:
@@ -134,7 +134,7 @@ def list_keys(
 
         trainsession keys list --project alignment
     """
-    rows = [key.to_wire() for key in _of_keys(home, lambda of: of.list(project))]
+    rows = [key.to_wire() for key in _of_keys(home, lambda of: of.list(project), create=False)]
     columns = ("prefix", "project", "name", "scope", "session_id", "created_at", "expires_at", "revoked_at")
     print_rows(rows, columns, as_json)
 
@@ -151,7 +151,7 @@ def revoke_key(
 
         trainsession keys revoke ts-1c9e0b7a4f52
     """
-    revoked = _of_keys(home, lambda of: of.revoke(prefix))
+    revoked = _of_keys(home, lambda of: of.revoke(prefix), create=False)
     if as_json:
         print_json(revoked.to_wire())
     else:
@@ -159,24 +159,24 @@ def revoke_key(
 
 
 # The database's packages are imported where a command needs them: the other commands start quicker.
-def _of_projects(home: Path | None, work: Callable[[Projects], Coroutine[Any, Any, T]]) -> T:
+def _of_projects(home: Path | None, work: Callable[[Projects], Coroutine[Any, Any, T]], *, create: bool = True) -> T:
     async def run() -> T:
         from ..service.projects import Projects
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute()) as database:
+        async with opened((home or default_home()).absolute(), create=create) as database:
             return await work(Projects(database))
 
     with errors_as_exit():
         return asyncio.run(run())
 
 
-def _of_keys(home: Path | None, work: Callable[[Keys], Coroutine[Any, Any, T]]) -> T:
+def _of_keys(home: Path | None, work: Callable[[Keys], Coroutine[Any, Any, T]], *, create: bool = True) -> T:
     async def run() -> T:
         from ..service.keys import Keys
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute()) as database:
+        async with opened((home or default_home()).absolute(), create=create) as database:
             return await work(Keys(database))
 
     with errors_as_exit():

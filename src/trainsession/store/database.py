@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy import event, exc
 from sqlalchemy.dialects import sqlite
 
-from ..errors import ServiceUnavailable, StorageError
+from ..errors import NotFound, ServiceUnavailable, StorageError
 from .upgrade import prepare
 
 T = TypeVar("T")
@@ -242,8 +242,15 @@ class Database:
 
 
 @asynccontextmanager
-async def opened(home: Path) -> AsyncIterator[Database]:
-    """The database of a home, for a command that works on it, beside the service that may run there."""
+async def opened(home: Path, *, create: bool = True) -> AsyncIterator[Database]:
+    """The database of a home, for a command that works on it, beside the service that may run there.
+
+    Raises:
+        NotFound: there is none, and it is not to be made.
+        StorageError, IncompatibleVersion: see `Database.open`.
+    """
+    if not create and not (home / DATABASE_FILE).exists():
+        raise NotFound(f"no trainsession home is at {home}", details={"home": str(home)})
     database = Database.open(home / DATABASE_FILE)
     try:
         yield database
@@ -276,7 +283,8 @@ def connect(path: Path, begin: str = "BEGIN") -> sa.Engine:
     @event.listens_for(engine, "connect")
     def _on_connect(connection: sqlite3.Connection, _record: Any) -> None:
         connection.isolation_level = None
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
+        # The patience first: changing the mode takes a lock, too.
+        for pragma in ("busy_timeout=10000", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")

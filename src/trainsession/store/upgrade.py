@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from .._version import __version__
@@ -23,6 +25,22 @@ def prepare(path: Path) -> None:
         IncompatibleVersion: the file's schema is newer than this version knows.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _alone(path):
+        _prepare(path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time: two that migrate would each find the other's tables. Not the lock of who serves."""
+    descriptor = os.open(path.with_name(f"{path.name}.lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _prepare(path: Path) -> None:
     if not path.exists():
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     revision = schema_of(path)
