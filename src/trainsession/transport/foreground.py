@@ -112,5 +112,5 @@ async def _check_keys(home: Path) -> None:
 
 def _stop(server: Server) -> None:
     if server.should_exit:
-        server.force_exit = True
+        server.force()
     server.stop()
