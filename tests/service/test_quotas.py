@@ -289,3 +289,23 @@ def test_samples_under_way_are_counted_also_after_a_restart(tmp_path: Path) -> N
             assert len(await service.submit_samples(PROJECT, weights, [prompt([1])] * 3)) == 3
 
     run(test())
+
+
+def test_a_full_project_does_not_keep_the_janitor_from_other_sessions(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, NullHost(), close_after_idle_seconds=0.0, janitor_seconds=1e6) as service:
+            await service.projects.create("other")
+            full, gap = [await Trainer.create(service) for _ in range(2)]
+            other = await Trainer.create(service, project="other")
+            for trainer, project in ((full, PROJECT), (other, "other")):
+                request = trainer.request("zero_grad")
+                operation_id, _ = await service.submit(project, trainer.id, request)
+                await service.results(project, [operation_id], timeout=10)
+            await service.submit(PROJECT, gap.id, OperationRequest(kind="zero_grad", seq=2, epoch=1))
+            await limit(service, max_queued_operations=1)
+            await asyncio.sleep(0.05)
+            await service._janitor.round()
+            assert (await service.get_session("other", other.id)).state == "closed"
+            assert (await service.get_session(PROJECT, full.id)).state == "running"
+
+    run(test())
