@@ -6,10 +6,11 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import openai
@@ -60,6 +61,8 @@ def test_projects_are_made_listed_and_limited() -> None:
         ("max_live_sessions=0", "expected at least 1"),
         ("max_rank=8", "no limit 'max_rank' can be set for a project"),
         ("max_body_bytes=999999999999", "can only be lower"),
+        ("max_tokens_per_minute=99999999999999999999", "at most"),
+        pytest.param("max_tokens_per_minute=1" + "0" * 5000, "expected LIMIT=NUMBER", id="huge"),
     ],
 )
 def test_limits_that_cannot_be_set(setting: str, said: str) -> None:
@@ -104,7 +107,23 @@ def test_keys_of_what_is_not_there() -> None:
     assert "projects create nobody" in run("keys", "create", "--project", "nobody", code=1)[1].replace("\n", " ")
     assert "no session s_none" in run("keys", "create", "--session", "s_none", code=1)[1]
     run("keys", "create", "--scope", "admin", code=2)
-    assert "expiry" in run("keys", "create", "--days", "0", code=1)[1]
+    for days in ("0", "inf", "nan", "3000000"):
+        assert "expiry" in run("keys", "create", "--days", days, code=1)[1]
+
+
+def test_keys_that_an_older_version_made_without_a_bound_can_be_listed(home: Path) -> None:
+    prefix = make_key().rpartition("-")[0]
+    with closing(sqlite3.connect(home / "service.db")) as connection, connection:
+        connection.execute("UPDATE api_keys SET expires_at = 9e999, revoked_at = 1e15")
+    assert prefix in run("keys", "list")[0]
+
+
+@pytest.mark.parametrize(
+    "command", [("keys", "list"), ("projects", "list", "--json"), ("keys", "revoke", "ts-000000000000")]
+)
+def test_commands_that_look_make_no_home(home: Path, command: tuple[str, ...]) -> None:
+    assert "no trainsession home is at" in run(*command, code=1)[1]
+    assert not home.exists()
 
 
 def test_help_has_examples() -> None:

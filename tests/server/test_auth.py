@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -25,7 +26,8 @@ from trainsession.server import app as application
 from trainsession.server.app import PUBLIC, all_routes, create_app
 from trainsession.server.auth import _NEEDS, allow_all, authenticated, by_key
 from trainsession.server.routes import KeyedRoute, PlainRoute
-from trainsession.service.keys import Keys
+from trainsession.service.keys import Keys, SamplesOf
+from trainsession.store.database import Database
 from trainsession.wire import MEDIA_TYPE, pack, unpack
 
 
@@ -114,13 +116,9 @@ def test_a_revoked_key_is_refused_by_the_next_request_on_the_same_connection(url
 
 def test_a_long_poll_and_a_stream_end_when_their_key_is_revoked(home: Path) -> None:
     """The scripted service sleeps where the real one computes; keys and sockets are real."""
-    import asyncio
-
-    from trainsession.store.database import Database
-
     database = Database.open(home / "service.db")
     service = ScriptedService()
-    service.gap, service.stream_length = 0.3, 30
+    service.gap, service.stream_length = 0.1, 90
     try:
         with serving(service, authenticate=by_key(Keys(database))) as (scripted, _):
             key = make_key(home)
@@ -142,12 +140,62 @@ def test_a_long_poll_and_a_stream_end_when_their_key_is_revoked(home: Path) -> N
             revoke(home, key)
             for thread in threads:
                 thread.join(20)
-            assert time.monotonic() - started < 5  # all 30 frames would take 9 seconds
+            assert time.monotonic() - started < 5  # all 90 frames would take 9 seconds
         polled, streamed = sorted(answers, key=lambda answer: answer.status_code, reverse=True)
         assert polled.status_code == 401
         assert unpack(streamed.content[streamed.content.rindex(b"\x81\xa5error") :])["error"]["code"] == (
             "authentication_failed"
         )
+    finally:
+        asyncio.run(database.close())
+
+
+class QuietService(ScriptedService):
+    """Streams ``before`` events at once, and nothing more for ten seconds."""
+
+    def __init__(self, before: int) -> None:
+        super().__init__()
+        self.before = before
+
+    async def stream(
+        self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        for index in range(50):
+            if index == self.before:
+                await asyncio.sleep(10)
+            yield {"index": 0, "tokens": [index], "logprobs": [-0.5], "text_delta": "x", "stop_reason": None}
+        yield {"done": True, "usage": {}}
+
+
+@pytest.mark.parametrize("ends", ["revoked", "expired"])
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_a_stream_that_waits_ends_soon_after_its_key(home: Path, before: int, ends: str) -> None:
+    database = Database.open(home / "service.db")
+    try:
+        with serving(QuietService(before), authenticate=by_key(Keys(database))) as (scripted, _):
+            key = make_key(home, valid_seconds=2 if ends == "expired" else None)
+            answers: list[httpx.Response] = []
+
+            def read_stream() -> None:
+                with client(scripted, key) as http:
+                    answers.append(http.get("/v1/samples/op_1/stream"))
+
+            thread = threading.Thread(target=read_stream)
+            thread.start()
+            time.sleep(0.5)
+            if ends == "revoked":
+                revoke(home, key)
+            started = time.monotonic()
+            thread.join(20)
+            assert time.monotonic() - started < 5
+        (answer,) = answers
+        if before:
+            assert answer.status_code == 200
+            assert answer.content.count(b"tokens") == before
+            last = unpack(answer.content[answer.content.rindex(b"\x81\xa5error") :])
+            assert last["error"]["code"] == "authentication_failed"
+        else:
+            assert (answer.status_code, answer.json()["code"]) == (401, "authentication_failed")
     finally:
         asyncio.run(database.close())
 

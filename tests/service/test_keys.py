@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -16,11 +17,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.null_engine import NullHost
-from tests.service.driver import Trainer, database_of, run, serving
-from trainsession.errors import AuthenticationFailed, Conflict, InvalidRequest, LimitExceeded, NotFound
+from tests.service.driver import Trainer, database_of, prompt, run, serving, value
+from trainsession.errors import (
+    AuthenticationFailed,
+    Conflict,
+    InvalidRequest,
+    LimitExceeded,
+    NotFound,
+    PermissionDenied,
+)
 from trainsession.limits import LIMITS
-from trainsession.service.keys import SCOPES, Caller, Keys
+from trainsession.service.keys import SCOPES, Caller, Keys, SamplesOf
 from trainsession.service.projects import Projects
+from trainsession.store import schema
 from trainsession.store.database import opened
 from trainsession.store.schema import api_keys
 
@@ -88,8 +97,9 @@ def test_what_cannot_be_a_key_is_refused(tmp_path: Path) -> None:
                     await service.keys.create("default", scope="sample", session_id=session_id)
             with pytest.raises(InvalidRequest, match="full, sample, read"):
                 await service.keys.create("default", scope="admin")  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="expiry"):
-                await service.keys.create("default", valid_seconds=-1)
+            for seconds in (-1, 0, float("nan"), float("inf"), 101 * 366 * 86_400, 1e300):
+                with pytest.raises(InvalidRequest, match="expiry"):
+                    await service.keys.create("default", valid_seconds=seconds)
             with pytest.raises(LimitExceeded, match="max_name_length"):
                 await service.keys.create("default", name="x" * 129)
             assert await service.keys.list() == []
@@ -226,9 +236,64 @@ def test_limits_of_a_project_are_its_own_and_go_back(tmp_path: Path) -> None:
                 await projects.set_limits("a", {"max_rank": 3})
             with pytest.raises(InvalidRequest, match="at least 1"):
                 await projects.set_limits("a", {"max_live_sessions": 0})
+            for value in (2**53 + 1, 10**400):
+                with pytest.raises(InvalidRequest, match="at most"):
+                    await projects.set_limits("a", {"max_tokens_per_minute": value})
             with pytest.raises(InvalidRequest, match="can only be lower"):
                 await projects.set_limits("a", {"max_body_bytes": LIMITS.max_body_bytes + 1})
             with pytest.raises(NotFound):
                 await projects.set_limits("b", {"max_live_sessions": 3})
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"max_dreams": 7, "max_live_sessions": 3},
+        {"max_live_sessions": 3, "max_tokens_per_minute": 10**400},
+        {"max_live_sessions": 3, "max_queued_operations": "many", "max_concurrent_samples": 0},
+        {"max_live_sessions": 3, "max_body_bytes": 2**60},
+    ],
+)
+def test_limits_that_another_version_wrote_stop_nobody(tmp_path: Path, written: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            write = sa.update(schema.projects).where(schema.projects.c.id == "default").values(limits=written)
+            async with opened(tmp_path) as database:
+                await database.write(lambda connection: connection.execute(write))
+            limits = await service.limits("default")
+            assert (limits.max_live_sessions, limits.max_body_bytes) == (3, LIMITS.max_body_bytes)
+            assert limits.max_queued_operations == LIMITS.max_queued_operations
+            assert (await service.projects.get("default")).limits["max_live_sessions"] == 3
+            trainer = await Trainer.create(service)
+            operation_id = await trainer.train([1, 2, 3])
+            await value(service, operation_id)
+            await service.projects.set_limits("default", {"max_live_sessions": 5})
+            assert (await service.limits("default")).max_live_sessions == 5
+
+    run(test())
+
+
+def test_a_key_of_one_session_cannot_tell_what_else_there_is(tmp_path: Path) -> None:
+    """Another session's operation of any kind, a path of any form, and nothing at all: one answer."""
+
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            mine, other = await Trainer.create(service), await Trainer.create(service)
+            names = [await other.submit("zero_grad"), await other.submit("snapshot"), await other.train([1, 2])]
+            names += [await mine.submit("zero_grad"), "op_unknown", ""]
+            state = (await other.do("save_state", params={"name": "state"}))["path"]
+            weights = [{"operation_id": name} for name in names]
+            paths = (state, "ts://nothing/weights/x", "nonsense", "", f"ts://{other.id}/weights/live")
+            weights += [{"path": path} for path in paths]
+            said = set()
+            for asked in weights:
+                with pytest.raises(PermissionDenied) as caught:
+                    await service.submit_samples("default", asked, [prompt([1])], only=SamplesOf(mine.id))
+                said.add(caught.value.message.replace(repr(asked), "..."))
+            assert len(said) == 1
+            with pytest.raises(InvalidRequest):  # what is no question has no secret in its answer
+                await service.submit_samples("default", {"operation_id": 7}, [prompt([1])], only=SamplesOf(mine.id))
 
     run(test())

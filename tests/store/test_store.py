@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import multiprocessing
 import os
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -277,3 +280,39 @@ def test_small_bytes_stay_in_their_row_and_large_ones_become_blobs(tmp_path: Pat
         await store.close()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("before", [None, "0001"])
+def test_many_processes_open_a_new_or_an_old_file_at_once(tmp_path: Path, before: str | None) -> None:
+    forked = multiprocessing.get_context("fork")
+    for turn in range(4):
+        path = tmp_path / str(turn) / "service.db"
+        if before is not None:
+            path.parent.mkdir()
+            path.touch(0o600)
+            migrate(backend_of(path), before)
+        together, said = forked.Barrier(4), forked.Queue()
+
+        def open_and_write(number: int, path: Path = path, together: Any = together, said: Any = said) -> None:
+            async def work() -> None:
+                database = Database.open(path)
+                await database.write(lambda connection: connection.execute(put(f"opened by {number}")))
+                await database.close()
+
+            together.wait()
+            try:
+                asyncio.run(work())
+                said.put("")
+            except BaseException as error:
+                said.put(repr(error))
+
+        processes = [forked.Process(target=open_and_write, args=(number,)) for number in range(4)]
+        for process in processes:
+            process.start()
+        assert [said.get(timeout=60) for _ in processes] == [""] * 4
+        for process in processes:
+            process.join(20)
+        assert schema_of(backend_of(path)) == SCHEMA_VERSION
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            written = connection.execute("SELECT count(*) FROM meta WHERE key LIKE 'opened by %'").fetchone()
+        assert written == (4,)

@@ -84,7 +84,10 @@ def _cell(column: str, value: Any) -> str:
     if value is None:
         return "-"
     if column.endswith("_at"):
-        return datetime.fromtimestamp(value).isoformat(" ", "seconds")
+        try:
+            return datetime.fromtimestamp(value).isoformat(" ", "seconds")
+        except (ValueError, OverflowError, OSError):  # no such year
+            return str(value)
     if column == "size_bytes":
         return f"{value / 2**20:.1f} MiB"
     return str(value)

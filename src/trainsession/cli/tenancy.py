@@ -75,7 +75,7 @@ def list_projects(home: Home = None, database: DatabaseUrl = None, as_json: AsJs
 
         trainsession projects list
     """
-    found = _of_projects(home, database, lambda of: of.list())
+    found = _of_projects(home, database, lambda of: of.list(), create=False)
     if as_json:
         print_json([project.to_wire() for project in found])
     else:
@@ -159,7 +159,7 @@ def list_keys(
 
         trainsession keys list --project alignment
     """
-    rows = [key.to_wire() for key in _of_keys(home, database, lambda of: of.list(project))]
+    rows = [key.to_wire() for key in _of_keys(home, database, lambda of: of.list(project), create=False)]
     columns = ("prefix", "project", "name", "scope", "session_id", "created_at", "expires_at", "revoked_at")
     print_rows(rows, columns, as_json)
 
@@ -177,7 +177,7 @@ def revoke_key(
 
         trainsession keys revoke ts-1c9e0b7a4f52
     """
-    revoked = _of_keys(home, database, lambda of: of.revoke(prefix))
+    revoked = _of_keys(home, database, lambda of: of.revoke(prefix), create=False)
     if as_json:
         print_json(revoked.to_wire())
     else:
@@ -185,24 +185,36 @@ def revoke_key(
 
 
 # The database's packages are imported where a command needs them: the other commands start quicker.
-def _of_projects(home: Path | None, database: str | None, work: Callable[[Projects], Coroutine[Any, Any, T]]) -> T:
+def _of_projects(
+    home: Path | None,
+    database: str | None,
+    work: Callable[[Projects], Coroutine[Any, Any, T]],
+    *,
+    create: bool = True,
+) -> T:
     async def run() -> T:
         from ..service.projects import Projects
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute(), database) as opening:
+        async with opened((home or default_home()).absolute(), database, create=create) as opening:
             return await work(Projects(opening))
 
     with errors_as_exit():
         return asyncio.run(run())
 
 
-def _of_keys(home: Path | None, database: str | None, work: Callable[[Keys], Coroutine[Any, Any, T]]) -> T:
+def _of_keys(
+    home: Path | None,
+    database: str | None,
+    work: Callable[[Keys], Coroutine[Any, Any, T]],
+    *,
+    create: bool = True,
+) -> T:
     async def run() -> T:
         from ..service.keys import Keys
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute(), database) as opening:
+        async with opened((home or default_home()).absolute(), database, create=create) as opening:
             return await work(Keys(opening))
 
     with errors_as_exit():
@@ -213,6 +225,6 @@ def _limit(setting: str) -> tuple[str, int | None]:
     name, _, value = setting.partition("=")
     if value == "default":
         return name, None
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > 20:
         raise InvalidRequest(f"{setting}: expected LIMIT=NUMBER or LIMIT=default, for example max_live_sessions=8")
     return name, int(value)

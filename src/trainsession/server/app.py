@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute
 from starlette.types import Scope
 
@@ -60,7 +61,7 @@ def create_app(
     app.include_router(openai.hot)
     app.include_router(openai.router)
     _check_keyed(app)
-    for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):
+    for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Guard, hosts=hosts, answer=_answer)
     _describe_msgpack(app)

@@ -11,9 +11,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ..errors import (
     AuthenticationFailed,
+    Cancelled,
     EngineError,
     InvalidRequest,
     NotFound,
@@ -91,6 +93,9 @@ def known_error(error: Exception, request_id: str) -> tuple[int, TrainSessionErr
 def _translate(error: Exception) -> tuple[int, TrainSessionError | None]:
     if isinstance(error, TrainSessionError):
         return error.status, error
+    if isinstance(error, ClientDisconnect):  # while its body was read: an answer for nobody
+        cancelled = Cancelled("the client hung up")
+        return cancelled.status, cancelled
     if isinstance(error, (RequestValidationError, ValidationError)):
         return 422, _invalid(error.errors())
     if isinstance(error, HTTPException):

@@ -150,6 +150,12 @@ class OperationLog:
 
         return await self._store.write(write)
 
+    async def knows(self, session: Session, request: OperationRequest) -> bool:
+        """Whether the number or the key stands for an operation already."""
+        call = {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
+        found = await self._store.read(lambda connection: _FIND.rows(connection, call))
+        return any(row[3] is not None for row in found)
+
     async def finish(self, *endings: Ending) -> None:
         """Commit how operations ended, with their ledger rows and their session's advance."""
 

@@ -150,7 +150,9 @@ class Recovery:
             )
             if row.state == "queued":
                 queued.append(operation)
-        session.count_replays(sum(operation.replay for operation in session.pending.values()))
+        replays = [seq for seq, operation in session.pending.items() if operation.replay]
+        session.replayed_until = max(replays, default=0) + 1
+        session.count_replays(len(replays))
         return queued
 
     async def rewind(self, session: Session) -> None:

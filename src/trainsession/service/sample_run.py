@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import wire
 from ..engine.api import EngineHandle, EngineInfo, SampleEvent, SampleItem
-from ..errors import PermissionDenied, PromptTooLong
+from ..errors import EngineLost, PermissionDenied, PromptTooLong
 from ..types import SampledSequence, SampleResponse, Usage
 from .bodies import check_ids
 from .ids import new_seed
@@ -113,6 +113,15 @@ class SampleRun:
             topk_prompt_logprobs=end.topk_prompt_logprobs,
             usage=usage,
         )
+
+
+def diverged(run: SampleRun) -> EngineLost:
+    """The end of a stream whose sample came out otherwise when it was drawn again."""
+    return EngineLost(
+        "the engine's process ended while this sample was streamed, and drew other tokens when it was run again "
+        "(outside exact mode it may): the stream cannot be continued. Nothing is charged; ask again",
+        details={"operation_id": run.id},
+    )
 
 
 def fit(info: EngineInfo, request: SampleRequest) -> SampleRequest:

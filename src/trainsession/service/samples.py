@@ -15,7 +15,15 @@ import sqlalchemy as sa
 
 from .. import wire
 from ..engine.api import EngineHandle, SampleEvent
-from ..errors import Cancelled, EngineLost, NotFound, StorageError, TrainSessionError
+from ..errors import (
+    Cancelled,
+    EngineLost,
+    LimitExceeded,
+    NotFound,
+    RateLimited,
+    StorageError,
+    TrainSessionError,
+)
 from ..limits import LIMITS
 from ..store.schema import operations
 from ..store.store import Store
@@ -29,17 +37,13 @@ from .projects import Projects
 from .quotas import Quotas
 from .requests import OperationResult, SampleRequest
 from .runner import as_ours
-from .sample_run import SampleRun, fit, item_of, pack_sample, paid_by, position_of, unpack_sample, with_seed
+from .sample_run import SampleRun, diverged, fit, item_of, pack_sample, paid_by, position_of, unpack_sample, with_seed
 from .settings import Settings
 from .weights import WeightsResolver, WeightsSource
 
 logger = logging.getLogger(__name__)
 _REMEMBERED = 256
 """Finished samples whose stream can be replayed from memory."""
-_DIVERGED = (
-    "the engine's process ended while this sample was streamed, and drew other tokens when it was run again "
-    "(outside exact mode it may): the stream cannot be continued. Nothing is charged; ask again"
-)
 _CANCEL_SECONDS = 5.0
 """A closing service waits so long for cancelled samples; they end within a decode step."""
 
@@ -85,9 +89,7 @@ class Samples:
             RateLimited: the project has as many under way, or used as many tokens, as it may.
         """
         LIMITS.check("max_prompts", len(requests), "requests")
-        limits = await self._projects.limits(project)
-        self._quotas.tokens.check(project, limits.max_tokens_per_minute)
-        self._quotas.take_samples(project, len(requests), limits)
+        taken = await self._take_places(project, len(requests), key)
         runs: list[SampleRun] = []
         try:
             if only is not None and only.session_id is not None:
@@ -97,10 +99,24 @@ class Samples:
                 source = await self._resolver.resolve(project, weights)
             runs, ids = await self._accept(project, source, weights, requests, key)
         finally:
-            self._quotas.count_samples(project, len(runs) - len(requests))
+            self._quotas.count_samples(project, len(runs) - taken)
         self._start(source, runs)
         self._quotas.tokens.spend(project, sum(int(run.request.prompt.size) for run in runs))
         return ids
+
+    async def _take_places(self, project: str, count: int, key: str) -> int:
+        """How many were taken: none for a retry that would be refused, which is answered like its first time."""
+        limits = await self._projects.limits(project)
+        try:
+            self._quotas.tokens.check(project, limits.max_tokens_per_minute)
+            self._quotas.take_samples(project, count, limits)
+        except (RateLimited, LimitExceeded):
+            mine = (operations.c.project == project, operations.c.scope == SAMPLE)
+            query = sa.select(operations.c.id).where(*mine, operations.c.idempotency_key == f"{key}/0")
+            if not key or await self._store.read(lambda connection: connection.execute(query).first()) is None:
+                raise
+            return 0
+        return count
 
     async def _accept(
         self,
@@ -227,7 +243,7 @@ class Samples:
             if self._closing:
                 return
             if run.diverged:
-                self._spawn(self._fail(run, EngineLost(_DIVERGED, details={"operation_id": run.id})))
+                self._spawn(self._fail(run, diverged(run)))
             elif event.error is not None:
                 self._ended_with(run, source, event.error)
             else:

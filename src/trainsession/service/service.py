@@ -23,8 +23,7 @@ from ..store.store import Store
 from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, UsageReport
 from .base_samplers import BaseSamplers
 from .bodies import check_name
-from .checkpoints import Checkpoints, Origin
-from .ids import new_id
+from .checkpoints import Checkpoints
 from .janitor import Janitor
 from .keys import Keys, SamplesOf
 from .lane import Lane
@@ -352,22 +351,7 @@ class Service:
         check_name(name)
         base_model = await asyncio.to_thread(self._host.resolve, base_model)
         state = await self.store.in_thread(formats.adapter_from_peft, files)
-        session_id = new_id("s")
-        origin = Origin(
-            project=project,
-            session_id=session_id,
-            base_model=base_model,
-            base_identity=state.base_identity,
-            lora=state.config,
-        )
-        # Written anew: only what was understood is kept.
-        published = await self._checkpoints.publish(
-            origin, "weights", formats.adapter_to_peft(state, base_model), name=name
-        )
-        await self._sessions.record_closed(
-            project, session_id, base_model, f"import of {name}", state.config, published.insert
-        )
-        return SaveWeightsResponse(published.path, published.size_bytes)
+        return await self._sessions.record_import(project, base_model, name, state)
 
     async def usage(self, project: str, session_id: str | None = None) -> UsageReport:
         """Tokens, cost and time of one session or of the project, up to now."""

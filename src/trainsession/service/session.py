@@ -97,6 +97,8 @@ class Session:
     snapshot_due: bool = False
     snapshot_task: asyncio.Task[None] | None = None
     replays_left: int = 0
+    replayed_until: int = 0
+    """The number behind the last one that is run again after a restart."""
     replayed: asyncio.Event = field(default_factory=_set_event)
     """Cleared while operations are run again after a restart."""
     used_at: float = field(default_factory=time.time)
@@ -105,6 +107,16 @@ class Session:
     def head(self) -> Operation | None:
         """The operation that is next, if it has arrived."""
         return self.pending.get(self.next_run)
+
+    @property
+    def first_new(self) -> int:
+        """The first number that has yet to run for the first time."""
+        return max(self.next_run, self.replayed_until)
+
+    @property
+    def num_new(self) -> int:
+        """Operations that wait or run for the first time."""
+        return len(self.pending) if not self.replays_left else sum(seq >= self.first_new for seq in self.pending)
 
     @property
     def next_seq(self) -> int:

@@ -11,13 +11,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..engine.api import EngineHost
+from ..engine import checkpoint as formats
+from ..engine.api import AdapterState, EngineHost
 from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, SequenceConflict, SessionClosed
 from ..limits import LIMITS, Limits
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
-from ..types import LoraConfig, SessionInfo
-from .checkpoints import Checkpoints
+from ..types import LoraConfig, SaveWeightsResponse, SessionInfo
+from .checkpoints import Checkpoints, Origin
 from .ids import new_id, new_seed
 from .lane import Lane
 from .outcomes import Outcomes
@@ -121,26 +122,28 @@ class Sessions:
             self._lane_of(base_model).preload()
         return await self.info(project, session_id), epoch
 
-    async def record_closed(
-        self,
-        project: str,
-        session_id: str,
-        base_model: str,
-        name: str,
-        lora: LoraConfig,
-        also: Callable[[sa.Connection], None],
-    ) -> None:
-        """A session that only owns an imported checkpoint, which ``also`` inserts with it."""
-        now = time.time()
+    async def record_import(self, project: str, base_model: str, name: str, state: AdapterState) -> SaveWeightsResponse:
+        """A closed session that only owns the ``weights`` checkpoint which is made of an adapter from elsewhere."""
+        session_id, now = new_id("s"), time.time()
+        origin = Origin(
+            project=project,
+            session_id=session_id,
+            base_model=base_model,
+            base_identity=state.base_identity,
+            lora=state.config,
+        )
+        # Written anew: only what was understood is kept.
+        files = formats.adapter_to_peft(state, base_model)
+        published = await self._checkpoints.publish(origin, "weights", files, name=name)
         values = {
             "id": session_id,
             "project": project,
             "kind": "sampler",
             "base_model": base_model,
-            "lora": lora.to_wire(),
+            "lora": state.config.to_wire(),
             "state": "closed",
             "on_failure": "continue",
-            "name": name,
+            "name": f"import of {name}",
             "tags": [],
             "metadata": {},
             "request_hash": "",
@@ -156,9 +159,10 @@ class Sessions:
 
         def write(connection: sa.Connection) -> None:
             connection.execute(sa.insert(sessions).values(**values))
-            also(connection)
+            published.insert(connection)
 
         await self._store.write(write)
+        return SaveWeightsResponse(published.path, published.size_bytes)
 
     async def info(self, project: str, session_id: str) -> SessionInfo:
         live = self._live.get(session_id)
@@ -252,8 +256,8 @@ class Sessions:
         return session.info()
 
     def unfinished(self, project: str) -> int:
-        """Operations of the project that wait or run."""
-        return sum(len(session.pending) for session in self._live.values() if session.project == project)
+        """Operations of the project that wait or run; not those that run again after a restart."""
+        return sum(session.num_new for session in self._live.values() if session.project == project)
 
     async def _load(self, project: str, session_id: str) -> Session:
         row = await self._row(project, session_id)

@@ -64,14 +64,7 @@ class WeightsResolver:
 
     async def resolve(self, project: str, weights: Mapping[str, Any]) -> WeightsSource:
         """Raises `InvalidRequest`, `UnknownModel`, `NotFound` or `CheckpointMismatch`."""
-        if len(weights) != 1 or not set(weights) <= {"base_model", "path", "operation_id"}:
-            raise InvalidRequest(
-                f"weights: expected one of base_model, path, operation_id, got {sorted(weights)}",
-                details={"key": "weights"},
-            )
-        (kind, value), *_ = weights.items()
-        if not isinstance(value, str):
-            raise InvalidRequest(f"weights: {kind} must be a string, got {value!r}", details={"key": "weights"})
+        kind, value = _one_of(weights)
         if kind == "base_model":
             name = await asyncio.to_thread(self._host.resolve, value)
             return WeightsSource(lane=self._lane_of(name), weights=Weights(None, project))
@@ -109,9 +102,10 @@ class WeightsResolver:
             f"this key can only sample session {session_id}; weights: {dict(weights)} is nothing of it",
             details={"session_id": session_id},
         )
+        _one_of(weights)
         try:
             source = await self.resolve(project, weights)
-        except (NotFound, CheckpointMismatch):
+        except (NotFound, CheckpointMismatch, InvalidRequest):  # each of them says what there is
             raise denied from None
         if source.session_id is None:
             session = await self._sessions.info(project, session_id)
@@ -196,3 +190,16 @@ class WeightsResolver:
         if operation_id is None:
             raise NotFound(f"session {session_id} has no snapshot in this project")
         return operation_id
+
+
+def _one_of(weights: Mapping[str, Any]) -> tuple[str, str]:
+    """What kind of weights is asked for, and which. Raises `InvalidRequest`."""
+    if len(weights) != 1 or not set(weights) <= {"base_model", "path", "operation_id"}:
+        raise InvalidRequest(
+            f"weights: expected one of base_model, path, operation_id, got {sorted(weights)}",
+            details={"key": "weights"},
+        )
+    (kind, value), *_ = weights.items()
+    if not isinstance(value, str):
+        raise InvalidRequest(f"weights: {kind} must be a string, got {value!r}", details={"key": "weights"})
+    return kind, value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -45,6 +46,10 @@ class Backend(ABC):
     @abstractmethod
     def create(self) -> None:
         """Make the empty database, where that is ours to do."""
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """Around the upgrade: two processes that migrate would each find the other's tables."""
+        return nullcontext()
 
     @abstractmethod
     def keep_copy(self, revision: str) -> None:

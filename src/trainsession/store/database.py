@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 import sqlalchemy as sa
 
-from ..errors import DatabaseUnavailable, ServiceUnavailable, StorageError
+from ..errors import DatabaseUnavailable, NotFound, ServiceUnavailable, StorageError
 from .backend import Address, Backend, Verdict, backend_of, parse_address
 from .upgrade import prepare
 
@@ -344,13 +344,21 @@ class Database:
 
 
 @asynccontextmanager
-async def opened(home: Path, url: str | None = None) -> AsyncIterator[Database]:
+async def opened(home: Path, url: str | None = None, *, create: bool = True) -> AsyncIterator[Database]:
     """The database of a home, for a command that works on it, beside the service that may run there.
 
     Args:
         url: Of a PostgreSQL database; default: the file in the home.
+        create: Make the file, and the home, where there is none.
+
+    Raises:
+        NotFound: there is none, and it is not to be made.
+        StorageError, IncompatibleVersion: see `Database.open`.
     """
-    database = Database.open(parse_address(home, url))
+    address = parse_address(home, url)
+    if not create and isinstance(address, Path) and not address.exists():
+        raise NotFound(f"no trainsession home is at {home}", details={"home": str(home)})
+    database = Database.open(address)
     try:
         yield database
     finally:

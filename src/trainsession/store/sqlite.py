@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,8 @@ class SqliteBackend(Backend):
         @event.listens_for(engine, "connect")
         def _on_connect(connection: sqlite3.Connection, _record: Any) -> None:
             connection.isolation_level = None
-            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
+            # The patience first: changing the mode takes a lock, too.
+            for pragma in ("busy_timeout=10000", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
                 connection.execute(f"PRAGMA {pragma}")
 
         @event.listens_for(engine, "begin")
@@ -45,8 +48,18 @@ class SqliteBackend(Backend):
 
     def create(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not self._path.exists():
-            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A lock of its own, not that of who serves the home."""
+        lock = self._path.with_name(f"{self._path.name}.lock")
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def keep_copy(self, revision: str) -> None:
         """A consistent copy, the write-ahead log included: ``<name>.before-<revision>``."""

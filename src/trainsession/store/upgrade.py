@@ -28,7 +28,9 @@ def prepare(backend: Backend, *, upgrade: bool = False) -> str | None:
         StorageError: it cannot be created, reached, read or written.
     """
     try:
-        return _prepare(backend, upgrade)
+        backend.create()
+        with backend.preparing():
+            return _prepare(backend, upgrade)
     except (*backend.errors, OSError) as error:
         ours = backend.translate(error, "opened")
         if isinstance(ours, StorageError):
@@ -37,7 +39,6 @@ def prepare(backend: Backend, *, upgrade: bool = False) -> str | None:
 
 
 def _prepare(backend: Backend, upgrade: bool) -> str | None:
-    backend.create()
     revision, writer = _state(backend)
     if revision == SCHEMA_VERSION:
         return revision

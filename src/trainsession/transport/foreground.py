@@ -126,5 +126,5 @@ async def _check_keys(home: Path, database: str | None) -> None:
 
 def _stop(server: Server) -> None:
     if server.should_exit:
-        server.force_exit = True
+        server.force()
     server.stop()

@@ -144,6 +144,7 @@ class Transport:
         body: Any = None,
         params: Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        repeat_limited: bool = True,
     ) -> Any:
         """One call: its decoded answer, from JSON or msgpack (arrays are read-only views).
 
@@ -152,6 +153,7 @@ class Transport:
             body: plain values, numpy arrays and `TensorData`, sent as msgpack.
             params: Query parameters; None values are left out.
             timeout: Seconds to wait for the answer of one attempt, default 60.
+            repeat_limited: Repeat what is refused as `RateLimited`; else the caller does.
 
         Raises:
             TrainSessionError: what the service answered, as the class that owns its code.
@@ -181,7 +183,7 @@ class Transport:
             self._check(response.status_code, response.headers, response.content)
             return await _decode(response.headers, response.content)
 
-        return await self._with_retries(once)
+        return await self._with_retries(once, repeat_limited)
 
     async def stream(self, path: str, params: Mapping[str, Any] | None = None) -> AsyncIterator[dict[str, Any]]:
         """The frames of a stream as they arrive; ends with the frame that has ``done``.
@@ -307,10 +309,12 @@ class Transport:
                 f"the service speaks protocol {version}, this client {PROTOCOL_VERSION}; upgrade the older one"
             )
 
-    async def _with_retries(self, once: Callable[[int], Any]) -> Any:
+    async def _with_retries(self, once: Callable[[int], Any], repeat_limited: bool = True) -> Any:
         started = time.monotonic()
 
         def is_retryable(error: BaseException) -> bool:
+            if isinstance(error, RateLimited) and not repeat_limited:
+                return False
             if isinstance(error, (RateLimited, ServiceUnavailable)):
                 return not isinstance(error, ConnectionFailed) or isinstance(error, _GatewayError)
             return isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)

@@ -60,6 +60,7 @@ async def serve_home(
             if with_keys:
                 # Two applications, so that no request can be taken for one of the other kind.
                 keyed = Server(service, authenticate=by_key(service.keys), hosts=None)
+                keyed.companions.append(server)
                 on_ready(location.socket, keyed)
                 await _serve_together((keyed, listeners), (server, [private]))
             else:
