@@ -231,6 +231,7 @@ class NullHandle:
     def __init__(self, engine: NullEngine) -> None:
         self.engine = engine
         self.busy_seconds = 0.0
+        self.alive = True
         self._sampling: asyncio.Task[None] | None = None
         self._listeners: dict[str, Callable[[SampleEvent], None]] = {}
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,8 +76,8 @@ class ServiceMeter:
             self._files += 1
             self._file_seconds += time.perf_counter() - started
 
-        async def noted_open(home: Path, host: NullHost) -> Service:
-            self._service = await open_service(home, host)
+        async def noted_open(home: Path, host: NullHost, **options: Any) -> Service:
+            self._service = await open_service(home, host, **options)
             return self._service
 
         os.fsync = timed_fsync

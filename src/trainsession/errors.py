@@ -30,9 +30,11 @@ and the client raises the class that owns the code.
         PayloadTooLarge
         UnsupportedMediaType
         EngineError                         the engine failed; not the caller's fault
+            EngineLost                      its process ended; seen only where it ends every time
         StorageError                        disk full, home not writable
         ServiceUnavailable
             ConnectionFailed                no service answered
+            DatabaseUnavailable (also StorageError)
         IncompatibleVersion
         ResultTimeout (also TimeoutError)   result(timeout) ran out; the operation goes on
 """
@@ -227,10 +229,10 @@ class EngineError(TrainSessionError):
     status, code = 500, "engine_error"
 
 
-class StorageError(TrainSessionError):
-    """The service could not store data (disk full, or not writable)."""
+class EngineLost(EngineError):
+    """The engine's process ended. The service starts another and runs again what was under way."""
 
-    status, code = 507, "storage_error"
+    code = "engine_lost"
 
 
 class ServiceUnavailable(TrainSessionError):
@@ -243,6 +245,18 @@ class ConnectionFailed(ServiceUnavailable):
     """No service answered at this address."""
 
     code = "connection_failed"
+
+
+class StorageError(TrainSessionError):
+    """The service could not store data (disk full, or not writable)."""
+
+    status, code = 507, "storage_error"
+
+
+class DatabaseUnavailable(ServiceUnavailable, StorageError):
+    """The service's database cannot be reached now; nothing was stored."""
+
+    code = "database_unavailable"
 
 
 class IncompatibleVersion(TrainSessionError):

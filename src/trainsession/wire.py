@@ -88,8 +88,11 @@ def pack(body: Any) -> bytes:
         raise InvalidRequest(f"the body cannot be sent: {error}") from None
 
 
-def unpack(data: bytes) -> Any:
+def unpack(data: bytes, max_items: int = _MAX_ITEMS) -> Any:
     """The inverse of `pack`; arrays come back as read-only views.
+
+    Args:
+        max_items: Of one list or map.
 
     Raises:
         InvalidRequest: not msgpack, or a tensor that does not fit its own header.
@@ -103,8 +106,8 @@ def unpack(data: bytes) -> Any:
             ext_hook=_refuse_extension,
             max_bin_len=len(data),
             max_str_len=len(data),
-            max_array_len=min(_MAX_ITEMS, len(data)),
-            max_map_len=min(_MAX_ITEMS, len(data)),
+            max_array_len=min(max_items, len(data)),
+            max_map_len=min(max_items, len(data)),
         )
     except InvalidRequest:
         raise

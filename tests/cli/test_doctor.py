@@ -15,6 +15,7 @@ import pytest
 from tests.cli.test_objects import run
 from tests.server.keyed import keyed, make_key
 from trainsession.cli import doctor as module
+from trainsession.store.backend import backend_of
 from trainsession.store.schema import SCHEMA_VERSION
 from trainsession.store.upgrade import migrate
 
@@ -85,7 +86,7 @@ def test_databases_that_are_damaged_newer_older_or_held(home: Path, monkeypatch:
     assert "not a database" in failed(findings(code=1))["database"]["found"]
     path.unlink()
     path.touch()
-    migrate(path, "0001")
+    migrate(backend_of(path), "0001")
     assert f"upgraded to {SCHEMA_VERSION}" in findings()["database"]["found"]
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
@@ -114,7 +115,7 @@ def test_a_clock_that_was_never_set_or_went_back(home: Path, monkeypatch: pytest
     monkeypatch.setattr(module.time, "time", lambda: now)
     path = home / "service.db"
     path.touch()
-    migrate(path)
+    migrate(backend_of(path))
     with closing(sqlite3.connect(path)) as connection, connection:
         session = {"id": "s1", "project": "a", "kind": "trainer", "base_model": "m", "state": "closed"}
         session |= {"on_failure": "skip", "name": "", "tags": "[]", "metadata": "{}", "request_hash": "", "epoch": 1}

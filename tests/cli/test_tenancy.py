@@ -6,18 +6,21 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+import openai
 import pytest
 
 import trainsession as ts
 from bench.null_engine import MODEL
 from tests.cli.test_objects import run
 from tests.server.keyed import keyed
+from tests.server.owner import SpokenHost
 
 COMMAND = [sys.executable, "-m", "trainsession.cli"]
 
@@ -58,6 +61,8 @@ def test_projects_are_made_listed_and_limited() -> None:
         ("max_live_sessions=0", "expected at least 1"),
         ("max_rank=8", "no limit 'max_rank' can be set for a project"),
         ("max_body_bytes=999999999999", "can only be lower"),
+        ("max_tokens_per_minute=99999999999999999999", "at most"),
+        pytest.param("max_tokens_per_minute=1" + "0" * 5000, "expected LIMIT=NUMBER", id="huge"),
     ],
 )
 def test_limits_that_cannot_be_set(setting: str, said: str) -> None:
@@ -102,7 +107,23 @@ def test_keys_of_what_is_not_there() -> None:
     assert "projects create nobody" in run("keys", "create", "--project", "nobody", code=1)[1].replace("\n", " ")
     assert "no session s_none" in run("keys", "create", "--session", "s_none", code=1)[1]
     run("keys", "create", "--scope", "admin", code=2)
-    assert "expiry" in run("keys", "create", "--days", "0", code=1)[1]
+    for days in ("0", "inf", "nan", "3000000"):
+        assert "expiry" in run("keys", "create", "--days", days, code=1)[1]
+
+
+def test_keys_that_an_older_version_made_without_a_bound_can_be_listed(home: Path) -> None:
+    prefix = make_key().rpartition("-")[0]
+    with closing(sqlite3.connect(home / "service.db")) as connection, connection:
+        connection.execute("UPDATE api_keys SET expires_at = 9e999, revoked_at = 1e15")
+    assert prefix in run("keys", "list")[0]
+
+
+@pytest.mark.parametrize(
+    "command", [("keys", "list"), ("projects", "list", "--json"), ("keys", "revoke", "ts-000000000000")]
+)
+def test_commands_that_look_make_no_home(home: Path, command: tuple[str, ...]) -> None:
+    assert "no trainsession home is at" in run(*command, code=1)[1]
+    assert not home.exists()
 
 
 def test_help_has_examples() -> None:
@@ -130,6 +151,27 @@ def test_commands_work_beside_a_running_service_and_hold_at_once(home: Path) -> 
             assert "scope sample" in run("sessions", "--base-url", url, "--api-key", bound, code=1)[1]
             run("keys", "revoke", key.rpartition("-")[0])
             assert "was revoked" in run("sessions", "--base-url", url, "--api-key", key, code=1)[1]
+
+
+def test_the_page_of_the_openai_door_makes_a_key_of_one_session(home: Path, tmp_path: Path) -> None:
+    """The command as it stands in docs/openai.md, and the address and model that stand below it."""
+    page = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
+    (command,) = re.findall(r"^trainsession (keys create .*?--session s_\.\.\..*?) *#", page, re.MULTILINE)
+    (address,) = re.findall(r"^export OPENAI_BASE_URL=http://gpu-host:8765(/\S+)$", page, re.MULTILINE)
+    (model,) = re.findall(r"^# model: (\S+)$", page, re.MULTILINE)
+    with keyed(home, SpokenHost.opener(tmp_path / "tokenizer")) as url, ts.ServiceClient(url, make_key()) as service:
+        trainer = service.create_lora_training_client(MODEL, rank=1)
+        assert trainer.save_weights_and_get_sampling_client().openai_model.startswith("ts://")
+        key = run(*command.replace("s_...", trainer.session_id).split())[0].strip()
+        with openai.OpenAI(base_url=url + address, api_key=key) as client:
+            model = model.replace("s_...", trainer.session_id)
+            assert client.completions.create(model=model, prompt="a", max_tokens=2).usage is not None
+            assert [known.id for known in client.models.list()] == [model]
+            with pytest.raises(openai.PermissionDeniedError):
+                client.completions.create(model=MODEL, prompt="a", max_tokens=2)
+        (row,) = [row for row in json.loads(run("keys", "list", "--json")[0]) if row["name"] == "agent"]
+        assert (row["scope"], row["session_id"]) == ("sample", trainer.session_id)
+        assert row["expires_at"] - row["created_at"] == pytest.approx(7 * 86_400)
 
 
 # --- serve -----------------------------------------------------------------------------------

@@ -64,6 +64,9 @@ class FakeService:
         self.break_poll: TrainSessionError | None = None
         self.cancelled: list[str] = []
         self.samples: list[dict[str, Any]] = []
+        self.sample_keys: list[str] = []
+        self.limited: list[TrainSessionError] = []
+        """What the next submits of samples are refused with."""
         self.frames: list[dict[str, Any]] = []
         self.calls: list[tuple[str, str]] = []
         self.is_closed = False
@@ -92,7 +95,15 @@ class FakeService:
     # --- the transport ------------------------------------------------------------------------
 
     async def request(
-        self, method: str, path: str, *, json: Any = None, body: Any = None, params: Any = None, timeout: Any = None
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        body: Any = None,
+        params: Any = None,
+        timeout: Any = None,
+        repeat_limited: bool = True,
     ) -> Any:
         sent = json if body is None else unpack(pack(body))
         self.calls.append((method, path))
@@ -196,6 +207,9 @@ class FakeService:
         return True
 
     def _sample(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.sample_keys.append(body["idempotency_key"])
+        if self.limited:
+            raise self.limited.pop(0)
         ids = []
         for request in body["requests"]:
             operation_id = f"smp_{len(self.samples)}"

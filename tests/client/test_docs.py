@@ -17,21 +17,33 @@ ROOT = Path(__file__).parents[2]
 NAMED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def test_the_sdk_page_runs(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_page(name: str, models: Path, least: int) -> str:
+    """Everything that a page's Python blocks print, run one after another; it has ``least`` of them or more."""
     from trainsession.runtime.host import LocalHost
 
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sdk.md").read_text(), re.DOTALL)
-    assert len(blocks) > 8
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
+    assert len(blocks) >= least
     names: dict[str, object] = {}
     service = open_embedded(models / "data", open_host=LocalHost)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for block in blocks:
-            exec(compile(block.replace(NAMED, "tiny-llama"), "docs/sdk.md", "exec"), names)  # noqa: S102
+            exec(compile(block.replace(NAMED, "tiny-llama"), f"docs/{name}", "exec"), names)  # noqa: S102
     service.close()
+    return printed.getvalue()
+
+
+def test_the_sdk_page_runs(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = run_page("sdk.md", models, 9)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
-    assert "{'row': 4}" in printed.getvalue()
-    assert "nan" not in printed.getvalue()
+    assert "{'row': 4}" in printed
+    assert "nan" not in printed
+
+
+def test_the_page_of_the_openai_door_runs(models: Path) -> None:
+    printed = run_page("openai.md", models, 5)
+    assert "CompletionUsage(completion_tokens=6" in printed
+    assert "temperature invalid_request req_" in printed
 
 
 @pytest.mark.parametrize("name", ["quickstart", "custom_loss"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 import trainsession as ts
 from bench.null_engine import MODEL
 from tests.server.keyed import keyed, make_key, revoke, set_limit
+from trainsession.transport import http as transport_http
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +141,39 @@ def test_too_many_sessions_and_too_large_a_body_say_which_limit(url: str, home: 
         assert caught.value.request_id
         trainer.zero_grad().result()
         step(trainer)
+
+
+def test_samples_wait_for_their_place_however_long_and_can_be_cancelled_meanwhile(
+    url: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_http, "PATIENCE", 0.5)
+    with ts.ServiceClient(url, make_key(home, "crowded")) as client:
+        sampler = client.create_sampling_client(base_model=MODEL)
+        set_limit(home, "crowded", max_concurrent_samples=2)
+        short, long = ts.SamplingParams(max_tokens=2), ts.SamplingParams(max_tokens=50_000)
+        held = [sampler.sample([1, 2], 1, long) for _ in range(2)]
+        wait_for(lambda: all(future.operation_id for future in held))
+        waiting = [sampler.sample([1, 2], 1, short) for _ in range(3)]
+        cancelled = sampler.sample([1, 2], 1, short)
+        stream = sampler.stream([1, 2], 1, short)
+        time.sleep(2.5)  # beyond the patience with a service that does not answer
+        assert not any(future.done() for future in (*waiting, cancelled))
+        started = time.monotonic()
+        assert cancelled.cancel()
+        with pytest.raises(ts.Cancelled):
+            cancelled.result(5)
+        assert time.monotonic() - started < 1
+        with pytest.raises(ts.LimitExceeded, match="max_concurrent_samples"):
+            sampler.sample([[1], [2], [3]], 1, short).result(10)
+        for future in held:
+            future.cancel()
+        for future in waiting:
+            assert len(future.result(30).sequences[0].tokens) == 2
+        assert sum(len(delta.tokens) for delta in stream) == 2
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -17,6 +17,7 @@ from trainsession import (
     Datum,
     ModelInput,
     OperationFuture,
+    RateLimited,
     SampleDelta,
     SampleResponse,
     SamplingClient,
@@ -198,3 +199,10 @@ def test_a_service_that_is_gone_is_an_error_of_the_sample(fake: FakeService, sam
     fake.break_poll = ConnectionFailed("no service answers")
     with pytest.raises(ConnectionFailed):
         sampler.sample([[1], [2]]).result(10)
+
+
+def test_a_limit_is_waited_for_under_one_idempotency_key(fake: FakeService, sampler: SamplingClient) -> None:
+    fake.limited = [RateLimited("full", details={"retry_after": 1}), RateLimited("full")]
+    assert sampler.sample([1]).result(10).sequences
+    assert len(fake.sample_keys) == 3
+    assert len(set(fake.sample_keys)) == 1

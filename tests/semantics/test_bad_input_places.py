@@ -297,7 +297,7 @@ def test_on_a_disk_that_is_really_full(models: Path, two_steps: list[dict[str, f
         **os.environ,
         "TRAINSESSION_HOME": str(tmp_path / "data"),
         "TRAINSESSION_MODEL_CACHE": str(models),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / sub) for sub in ("src", "")),
     }
     ended = subprocess.run(
         [*mount, sys.executable, "-c", _ON_A_SMALL_DISK, str(tmp_path), json.dumps(two_steps)],

@@ -18,7 +18,7 @@ from trainsession.server.running import Server, bind_tcp
 from trainsession.service.keys import SamplesOf
 from trainsession.service.requests import CreateSession, OperationRequest, OperationResult, Results
 from trainsession.service.service import Service
-from trainsession.types import BaseModel, SessionInfo
+from trainsession.types import BaseModel, Checkpoint, SessionInfo
 
 
 class ScriptedService(Service):
@@ -47,6 +47,11 @@ class ScriptedService(Service):
         return SessionInfo("ses_1", request.kind, request.base_model, "running", time.time(), 1), 1
 
     async def list_sessions(self, project: str) -> list[SessionInfo]:
+        return []
+
+    async def list_checkpoints(
+        self, project: str, session_id: str | None = None, only: SamplesOf | None = None
+    ) -> list[Checkpoint]:
         return []
 
     async def submit(self, project: str, session_id: str, request: OperationRequest) -> tuple[str, int]:

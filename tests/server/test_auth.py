@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -25,7 +26,8 @@ from trainsession.server import app as application
 from trainsession.server.app import PUBLIC, all_routes, create_app
 from trainsession.server.auth import _NEEDS, allow_all, authenticated, by_key
 from trainsession.server.routes import KeyedRoute, PlainRoute
-from trainsession.service.keys import Keys
+from trainsession.service.keys import Keys, SamplesOf
+from trainsession.store.database import Database
 from trainsession.wire import MEDIA_TYPE, pack, unpack
 
 
@@ -46,6 +48,14 @@ def routes() -> list[Route]:
 
 def filled(path: str) -> str:
     return path.replace("{name:path}", "m").replace("{session_id}", "s_1").replace("{operation_id}", "op_1")
+
+
+def code(answer: httpx.Response) -> str:
+    """An error's code, in the shape that its path's clients read."""
+    if answer.request.url.path.startswith("/openai/v1"):
+        assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+        return answer.json()["error"]["code"].replace("invalid_api_key", "authentication_failed")
+    return answer.json()["code"]
 
 
 BAD_KEYS = {
@@ -76,7 +86,7 @@ def test_every_route_but_the_public_ones_asks_for_a_key_before_it_reads_the_body
                     continue
                 walked += 1
                 assert answer.status_code == 401, (method, route.path, body, answer.text)
-                assert method == "HEAD" or answer.json()["code"] == "authentication_failed"
+                assert method == "HEAD" or code(answer) == "authentication_failed"
                 assert answer.headers["WWW-Authenticate"] == "Bearer"
     assert walked > 50
 
@@ -106,13 +116,9 @@ def test_a_revoked_key_is_refused_by_the_next_request_on_the_same_connection(url
 
 def test_a_long_poll_and_a_stream_end_when_their_key_is_revoked(home: Path) -> None:
     """The scripted service sleeps where the real one computes; keys and sockets are real."""
-    import asyncio
-
-    from trainsession.store.database import Database
-
     database = Database.open(home / "service.db")
     service = ScriptedService()
-    service.gap, service.stream_length = 0.3, 30
+    service.gap, service.stream_length = 0.1, 90
     try:
         with serving(service, authenticate=by_key(Keys(database))) as (scripted, _):
             key = make_key(home)
@@ -134,7 +140,7 @@ def test_a_long_poll_and_a_stream_end_when_their_key_is_revoked(home: Path) -> N
             revoke(home, key)
             for thread in threads:
                 thread.join(20)
-            assert time.monotonic() - started < 5  # all 30 frames would take 9 seconds
+            assert time.monotonic() - started < 5  # all 90 frames would take 9 seconds
         polled, streamed = sorted(answers, key=lambda answer: answer.status_code, reverse=True)
         assert polled.status_code == 401
         assert unpack(streamed.content[streamed.content.rindex(b"\x81\xa5error") :])["error"]["code"] == (
@@ -144,7 +150,57 @@ def test_a_long_poll_and_a_stream_end_when_their_key_is_revoked(home: Path) -> N
         asyncio.run(database.close())
 
 
-PATHS = ("/v1/sessions", "/v1/models", "/v1/usage", "/v1/checkpoints", "/v1/limits")
+class QuietService(ScriptedService):
+    """Streams ``before`` events at once, and nothing more for ten seconds."""
+
+    def __init__(self, before: int) -> None:
+        super().__init__()
+        self.before = before
+
+    async def stream(
+        self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        for index in range(50):
+            if index == self.before:
+                await asyncio.sleep(10)
+            yield {"index": 0, "tokens": [index], "logprobs": [-0.5], "text_delta": "x", "stop_reason": None}
+        yield {"done": True, "usage": {}}
+
+
+@pytest.mark.parametrize("ends", ["revoked", "expired"])
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_a_stream_that_waits_ends_soon_after_its_key(home: Path, before: int, ends: str) -> None:
+    database = Database.open(home / "service.db")
+    try:
+        with serving(QuietService(before), authenticate=by_key(Keys(database))) as (scripted, _):
+            key = make_key(home, valid_seconds=2 if ends == "expired" else None)
+            answers: list[httpx.Response] = []
+
+            def read_stream() -> None:
+                with client(scripted, key) as http:
+                    answers.append(http.get("/v1/samples/op_1/stream"))
+
+            thread = threading.Thread(target=read_stream)
+            thread.start()
+            time.sleep(0.5)
+            if ends == "revoked":
+                revoke(home, key)
+            started = time.monotonic()
+            thread.join(20)
+            assert time.monotonic() - started < 5
+        (answer,) = answers
+        if before:
+            assert answer.status_code == 200
+            assert answer.content.count(b"tokens") == before
+            last = unpack(answer.content[answer.content.rindex(b"\x81\xa5error") :])
+            assert last["error"]["code"] == "authentication_failed"
+        else:
+            assert (answer.status_code, answer.json()["code"]) == (401, "authentication_failed")
+    finally:
+        asyncio.run(database.close())
+
+
+PATHS = ("/v1/sessions", "/v1/models", "/v1/usage", "/v1/checkpoints", "/v1/limits", "/openai/v1/models")
 
 
 def variants(path: str) -> Iterator[str]:
@@ -201,8 +257,11 @@ def test_each_scope_reaches_what_it_may_and_nothing_else(url: str, home: Path) -
                     assert (answer.status_code == 403) == (scope not in allowed), (scope, route.path, answer.text)
                     if answer.status_code == 403:
                         denied += 1
-                        assert answer.json()["code"] == "permission_denied"
-                        assert answer.json()["details"]["needs"] == [name for name in keys if name in allowed]
+                        assert code(answer) == "permission_denied"
+                        needs = [name for name in ("full", "read", "sample") if name in allowed]
+                        assert f"has scope {scope}, and this call needs {' or '.join(needs)}" in answer.text
+                        if not route.path.startswith("/openai/v1"):
+                            assert answer.json()["details"]["needs"] == needs
     assert denied > 20
 
 
@@ -218,6 +277,8 @@ def test_only_what_changes_nothing_is_open_to_read_keys() -> None:
         "/v1/results",
         "/v1/samples/{operation_id}/stream",
         "/v1/operations/{operation_id}/cancel",
+        "/openai/v1/completions",
+        "/openai/v1/chat/completions",
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import socket
+import time
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,6 +17,7 @@ from trainsession.limits import LIMITS
 from trainsession.wire import MEDIA_TYPE, VERSION_HEADER, compress, pack
 
 OPERATIONS = "/v1/sessions/ses_1/operations"
+JSON = "application/json"
 MSGPACK = {"Content-Type": MEDIA_TYPE}
 
 
@@ -132,3 +135,23 @@ def test_what_is_not_zstd_or_not_msgpack_is_named(http: httpx.Client) -> None:
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
     answer = http.post(OPERATIONS, content=pack([1, 2]), headers=MSGPACK)
     assert "must be a map" in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [(OPERATIONS, MEDIA_TYPE), ("/v1/samples", MEDIA_TYPE), ("/v1/results", JSON), ("/v1/sessions", JSON)],
+)
+@pytest.mark.parametrize("encoding", ["identity", "zstd"])
+def test_a_client_that_hangs_up_within_its_body_is_no_fault_of_ours(
+    url: str, path: str, kind: str, encoding: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if encoding == "zstd" and kind == JSON:
+        pytest.skip("JSON is not sent as zstd")
+    where = urlsplit(url)
+    with socket.create_connection((where.hostname, where.port), timeout=5) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 1000\r\n"
+        connection.sendall(f"{head}Content-Encoding: {encoding}\r\n\r\n".encode() + b"x" * 500)
+        time.sleep(0.2)
+    time.sleep(0.3)
+    assert httpx.get(f"{url}/v1/health").status_code == 200
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -18,52 +18,10 @@ import pytest
 
 from bench.null_engine import MODEL
 from tests.server.keyed import client, keyed, make_key, revoke, set_limit
+from tests.server.owner import MSGPACK, Owner, SpokenHost, sample
 from tests.server.test_auth import routes
 from trainsession.server.app import PUBLIC
-from trainsession.wire import MEDIA_TYPE, pack, unpack
-
-MSGPACK = {"Content-Type": MEDIA_TYPE}
-
-
-class Owner:
-    """A project with a session in it and one of everything that has an id."""
-
-    def __init__(self, url: str, home: Path, project: str) -> None:
-        self.key = make_key(home, project)
-        self.http = client(url, self.key)
-        answer = self.http.post("/v1/sessions", json={"base_model": MODEL, "lora": {"rank": 1}, "name": project})
-        self.session_id = answer.json()["session"]["session_id"]
-        self.seq = 0
-        self.training_id = self.operation("zero_grad")
-        self.snapshot_id = self.operation("snapshot")
-        for kind in ("save_state", "save_weights"):
-            self.result(self.operation(kind, name="kept"))
-        self.state = f"ts://{self.session_id}/state/kept"
-        self.weights = f"ts://{self.session_id}/weights/kept"
-        (self.sample_id,) = self.sample({"operation_id": self.snapshot_id}).json()["operation_ids"]
-        self.result(self.sample_id)
-        self.http.post(f"/v1/sessions/{self.session_id}/log", json={"metrics": {"loss": 1.0}})
-
-    def operation(self, kind: str, **params: Any) -> str:
-        self.seq += 1
-        body = {"kind": kind, "seq": self.seq, "params": params}
-        answer = self.http.post(f"/v1/sessions/{self.session_id}/operations", content=pack(body), headers=MSGPACK)
-        return answer.json()["operation_id"]
-
-    def result(self, operation_id: str) -> dict[str, Any]:
-        answer = self.http.post("/v1/results", json={"wait": [operation_id], "timeout": 20})
-        (result,) = unpack(answer.content)["results"]
-        assert result["state"] == "done", result
-        return result
-
-    def sample(self, weights: dict[str, str], http: httpx.Client | None = None, **fields: Any) -> httpx.Response:
-        return sample(http or self.http, weights, **fields)
-
-
-def sample(http: httpx.Client, weights: dict[str, str], count: int = 1, **fields: Any) -> httpx.Response:
-    request = {"prompt": np.array([1, 2], np.int32), "params": {"max_tokens": 3}, **fields}
-    body = pack({"weights": weights, "requests": [request] * count})
-    return http.post("/v1/samples", content=body, headers=MSGPACK)
+from trainsession.wire import pack, unpack
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +30,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(home: Path) -> Iterator[str]:
-    with keyed(home) as url:
+def url(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with keyed(home, SpokenHost.opener(tmp_path_factory.mktemp("tokenizer"))) as url:
         yield url
 
 
@@ -104,8 +62,32 @@ class Ids:
         self.state = f"ts://{self.session}/state/kept"
         self.weights = f"ts://{self.session}/weights/kept"
 
+    @property
+    def live(self) -> str:
+        return f"ts://{self.session}/live"
+
+    @property
+    def models(self) -> list[str]:
+        """The names that the OpenAI door has for them."""
+        return [self.live, self.weights, self.state, f"ts://{self.session}/snapshot/{self.snapshot}"]
+
 
 Call = Callable[[httpx.Client, Ids], httpx.Response]
+
+
+def through_the_openai_door(path: str, **prompt: Any) -> list[Call]:
+    """A request for each of the owner's models, and one that the owner's session is to pay for."""
+
+    def ask(http: httpx.Client, model: str, **headers: str) -> httpx.Response:
+        return http.post(f"/openai/v1{path}", json={"model": model, "max_tokens": 1, **prompt}, headers=headers)
+
+    def of(index: int) -> Call:
+        return lambda http, ids: ask(http, ids.models[index])
+
+    paid: Call = lambda http, ids: ask(http, MODEL, **{"X-TrainSession-Session": ids.session})  # noqa: E731
+    return [*(of(index) for index in range(4)), paid]
+
+
 BY_ID: dict[tuple[str, str], list[Call]] = {
     ("POST", "/v1/sessions/{session_id}/operations"): [
         lambda http, ids: http.post(
@@ -150,6 +132,15 @@ BY_ID: dict[tuple[str, str], list[Call]] = {
         )
     ],
     ("GET", "/v1/usage"): [lambda http, ids: http.get("/v1/usage", params={"session_id": ids.session})],
+    ("POST", "/openai/v1/completions"): through_the_openai_door("/completions", prompt="a"),
+    ("POST", "/openai/v1/chat/completions"): through_the_openai_door(
+        "/chat/completions", messages=[{"role": "user", "content": "a"}]
+    ),
+    ("GET", "/openai/v1/models/{name:path}"): [
+        lambda http, ids: http.get(f"/openai/v1/models/{ids.live}"),
+        lambda http, ids: http.get(f"/openai/v1/models/{ids.weights}"),
+        lambda http, ids: http.get(f"/openai/v1/models/ts%3A%2F%2F{ids.session}%2Fsnapshot%2F{ids.snapshot}"),
+    ],
 }
 """Every call that names something by its id, as the other project makes it: all are 404."""
 WITHOUT_IDS = {
@@ -161,6 +152,7 @@ WITHOUT_IDS = {
     ("POST", "/v1/results"),
     ("POST", "/v1/adapters"),
     ("GET", "/metrics"),  # an operator's: test_operator.py
+    ("GET", "/openai/v1/models"),
 }
 
 
@@ -201,6 +193,8 @@ def test_lists_and_polls_hold_nothing_of_another_project(alice: Owner, bob: http
     assert bob.get("/v1/sessions").json() == {"sessions": []}
     assert bob.get("/v1/checkpoints", params={"session_id": alice.session_id}).json() == {"checkpoints": []}
     assert bob.get("/v1/usage").json()["by_session"] == {}
+    assert [model["id"] for model in bob.get("/openai/v1/models").json()["data"]] == [MODEL]
+    assert alice.weights in [model["id"] for model in alice.http.get("/openai/v1/models").json()["data"]]
     ids = [alice.training_id, alice.sample_id, UNKNOWN_OPERATION]
     answer = unpack(bob.post("/v1/results", json={"wait": ids, "ack": ids, "timeout": 5}).content)
     assert [result["error"]["code"] for result in answer["results"]] == ["not_found"] * 3

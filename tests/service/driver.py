@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bench.null_engine import MODEL, NullHost
+from tests.postgres import Databases
 from trainsession.engine.api import EngineHost
 from trainsession.service.requests import CreateSession, OperationRequest, OperationResult, SampleRequest
 from trainsession.service.service import Service
@@ -22,6 +23,13 @@ from trainsession.types import Datum, LoraConfig, ModelInput, SamplingParams
 T = TypeVar("T")
 PROJECT = "default"
 LORA = LoraConfig(rank=1, seed=7)
+databases = Databases()
+"""Files, unless the test asked for `each_database`."""
+
+
+def database_of(home: Path) -> str | None:
+    """URL of a home's database; None: the file in it."""
+    return databases.url(home)
 
 
 def run(test: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:
@@ -31,9 +39,13 @@ def run(test: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:
     return asyncio.run(bounded())
 
 
+async def open_service(home: Path, host: EngineHost | None = None, **settings: Any) -> Service:
+    return await Service.open(home, host or NullHost(), database=database_of(home), settings=Settings(**settings))
+
+
 @asynccontextmanager
 async def serving(home: Path, host: EngineHost | None = None, **settings: Any) -> AsyncIterator[Service]:
-    service = await Service.open(home, host or NullHost(), settings=Settings(**settings))
+    service = await open_service(home, host, **settings)
     try:
         yield service
     finally:

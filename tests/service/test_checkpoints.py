@@ -21,6 +21,8 @@ from trainsession.errors import (
 )
 from trainsession.service.requests import CreateSession
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 async def trained(trainer: Trainer, token: int = 4) -> None:
     await trainer.train([token])

@@ -8,12 +8,20 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from bench.null_engine import MODEL, NullHost
-from tests.service.driver import LORA, PROJECT, datum
+from tests.service.driver import LORA, PROJECT, database_of, datum
 from trainsession.errors import SequenceConflict
 from trainsession.service.requests import CreateSession, OperationRequest
 from trainsession.service.service import Service
@@ -42,7 +50,8 @@ class LogMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         quick = Settings(snapshot_every_operations=3)
-        self.service = self.wait(Service.open(Path(self.directory.name), NullHost(), settings=quick))
+        home = Path(self.directory.name)
+        self.service = self.wait(Service.open(home, NullHost(), database=database_of(home), settings=quick))
 
     def request(self, seq: int, token: int, key: bool) -> OperationRequest:
         return OperationRequest(
@@ -128,5 +137,6 @@ class LogMachine(RuleBasedStateMachine):
             assert answer.results[0].value["metrics"]["grad_norm"] == sum(self.tokens.values())
 
 
-TestLogMachine = LogMachine.TestCase
-TestLogMachine.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
+@pytest.mark.usefixtures("each_database")
+def test_the_log_agrees_with_the_model() -> None:
+    run_state_machine_as_test(LogMachine, settings=settings(max_examples=12, stateful_step_count=12, deadline=None))

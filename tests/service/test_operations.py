@@ -25,6 +25,8 @@ from trainsession.errors import (
 )
 from trainsession.service.requests import CreateSession, OperationRequest
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 CROSS_ENTROPY = {"loss_fn": "cross_entropy"}
 
 
@@ -270,22 +272,6 @@ def test_a_skipped_backward_leaves_the_window_incomplete(tmp_path: Path) -> None
             await trainer.do("skip")
             with pytest.raises(IncompleteGradients):
                 await value(service, await trainer.step())
-
-    run(test())
-
-
-def test_sessions_merge_into_one_pass(tmp_path: Path) -> None:
-    async def test() -> None:
-        host = NullHost()
-        async with serving(tmp_path, host) as service:
-            trainers = [await Trainer.create(service) for _ in range(3)]
-            gaps = [trainer.request("zero_grad") for trainer in trainers]
-            ids = [await trainer.train([number + 1]) for number, trainer in enumerate(trainers)]
-            submits = [service.submit(PROJECT, t.id, gap) for t, gap in zip(trainers, gaps, strict=True)]
-            await asyncio.gather(*submits)
-            outputs = [await value(service, operation_id) for operation_id in ids]
-            assert [output["metrics"]["loss:sum"] for output in outputs] == [1.0, 2.0, 3.0]
-            assert max(host.engines[MODEL].merged) > 1
 
     run(test())
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.null_engine import NullHost
+from bench.null_engine import NullHandle, NullHost
 from tests.service.driver import PROJECT, Trainer, datum, prompt, run, serving, value
 from trainsession.errors import LimitExceeded, RateLimited
 from trainsession.service.quotas import TokenRate
 from trainsession.service.requests import OperationRequest
 from trainsession.service.service import Service
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 
 class Clock:
@@ -141,6 +145,126 @@ def test_samples_count_against_the_rate_with_what_they_drew(tmp_path: Path) -> N
     run(test())
 
 
+def test_small_queues_and_any_order_of_arrival_bring_everything_to_its_end(tmp_path: Path) -> None:
+    """Clients send several numbers at once and repeat what is refused, as the SDK does."""
+
+    async def test(bound: int, seed: int) -> None:
+        async with serving(tmp_path / f"{bound}-{seed}", NullHost()) as service:
+            await limit(service, max_queued_operations=bound)
+            trainers = [await Trainer.create(service) for _ in range(5)]
+            left = [(trainer.id, seq) for trainer in trainers for seq in range(1, 9)]
+            random.Random(seed).shuffle(left)
+            ids: list[str] = []
+            while left:
+                refused = []
+                for session_id, seq in left:
+                    request = OperationRequest(kind="zero_grad", seq=seq, epoch=1)
+                    try:
+                        ids.append((await service.submit(PROJECT, session_id, request))[0])
+                    except RateLimited:
+                        refused.append((session_id, seq))
+                waiting = sum(len(session.pending) for session in service._sessions.in_memory)
+                assert waiting <= bound + len(trainers)
+                left = refused
+                await asyncio.sleep(0.01)
+            for operation_id in ids:
+                await value(service, operation_id)
+
+    for bound in (1, 2, 7):
+        for seed in range(3):
+            run(test(bound, seed), timeout=20)
+
+
+def test_a_number_can_be_skipped_however_full_the_queue_is(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, NullHost()) as service:
+            await limit(service, max_queued_operations=2)
+            a, b, c = [await Trainer.create(service) for _ in range(3)]
+            for trainer in (a, c):
+                await service.submit(PROJECT, trainer.id, OperationRequest(kind="zero_grad", seq=2, epoch=1))
+            with pytest.raises(RateLimited):
+                await b.submit("zero_grad")
+            await service.submit(PROJECT, b.id, OperationRequest(kind="skip", seq=2, epoch=1))
+            await service.submit(PROJECT, b.id, OperationRequest(kind="skip", seq=1, epoch=1))
+            assert (await service.get_session(PROJECT, b.id)).next_seq == 3
+
+    run(test())
+
+
+def test_a_retry_is_answered_like_its_first_time_above_every_limit(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, NullHost()) as service:
+            trainer = await Trainer.create(service)
+            waiting = OperationRequest(kind="snapshot", seq=2, epoch=1, idempotency_key="s")
+            first, _ = await service.submit(PROJECT, trainer.id, waiting)
+            data = [datum([1, 2, 3])]
+            batch = OperationRequest(
+                kind="forward_backward", seq=3, epoch=1, params={"loss_fn": "cross_entropy"}, data=data
+            )
+            second, _ = await service.submit(PROJECT, trainer.id, batch)
+            weights = {"operation_id": first}
+            samples = await service.submit_samples(PROJECT, weights, [prompt([1])] * 3, idempotency_key="k")
+            full: list[dict[str, int | None]] = [
+                {"max_queued_operations": 1},
+                {"max_concurrent_samples": 3},
+                {"max_concurrent_samples": 1},
+                {"max_tokens_per_minute": 1},
+            ]
+            for limits in full:
+                await limit(service, **limits)
+                assert (await service.submit(PROJECT, trainer.id, waiting))[0] == first
+                assert (await service.submit(PROJECT, trainer.id, batch))[0] == second
+                again = await service.submit_samples(PROJECT, weights, [prompt([1])] * 3, idempotency_key="k")
+                assert again == samples
+                await limit(service, **dict.fromkeys(limits))
+            await limit(service, max_concurrent_samples=3)
+            with pytest.raises(RateLimited):
+                await service.submit_samples(PROJECT, weights, [prompt([1])] * 3, idempotency_key="another")
+            await service.submit(PROJECT, trainer.id, OperationRequest(kind="zero_grad", seq=1, epoch=1))
+            for operation_id in (first, second, *samples):
+                await value(service, operation_id)
+            # All places are free again, and none was given back twice.
+            assert len(await service.submit_samples(PROJECT, weights, [prompt([1], max_tokens=9_000)] * 3)) == 3
+            with pytest.raises(RateLimited):
+                await service.submit_samples(PROJECT, weights, [prompt([1])])
+
+    run(test())
+
+
+def test_what_runs_again_after_a_restart_takes_no_place_and_no_distance(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path / "first", NullHost()) as service:
+            trainer = await Trainer.create(service)
+            ids = [await trainer.train([1, 2, 3]) for _ in range(20)]
+            await value(service, ids[-1])
+            shutil.copytree(tmp_path / "first", tmp_path / "crashed")
+        host = Held()
+        async with serving(tmp_path / "crashed", host) as service:
+            await limit(service, max_queued_operations=2)
+            requests = [OperationRequest(kind="zero_grad", seq=seq, epoch=1) for seq in (21, 22, 23)]
+            ids = [(await service.submit(PROJECT, trainer.id, request))[0] for request in requests[:2]]
+            with pytest.raises(RateLimited):
+                await service.submit(PROJECT, trainer.id, requests[2])
+            host.go.set()
+            for operation_id in ids:
+                await value(service, operation_id)
+            await service.submit(PROJECT, trainer.id, requests[2])
+
+    run(test())
+
+
+class Held(NullHost):
+    """Opens no engine before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+
+    async def open(self, base_model: str) -> NullHandle:
+        await self.go.wait()
+        return await super().open(base_model)
+
+
 def test_samples_under_way_are_counted_also_after_a_restart(tmp_path: Path) -> None:
     async def test() -> None:
         async with serving(tmp_path, NullHost()) as service:
@@ -165,5 +289,25 @@ def test_samples_under_way_are_counted_also_after_a_restart(tmp_path: Path) -> N
             for operation_id in (*first, third):
                 await value(service, operation_id)
             assert len(await service.submit_samples(PROJECT, weights, [prompt([1])] * 3)) == 3
+
+    run(test())
+
+
+def test_a_full_project_does_not_keep_the_janitor_from_other_sessions(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, NullHost(), close_after_idle_seconds=0.0, janitor_seconds=1e6) as service:
+            await service.projects.create("other")
+            full, gap = [await Trainer.create(service) for _ in range(2)]
+            other = await Trainer.create(service, project="other")
+            for trainer, project in ((full, PROJECT), (other, "other")):
+                request = trainer.request("zero_grad")
+                operation_id, _ = await service.submit(project, trainer.id, request)
+                await service.results(project, [operation_id], timeout=10)
+            await service.submit(PROJECT, gap.id, OperationRequest(kind="zero_grad", seq=2, epoch=1))
+            await limit(service, max_queued_operations=1)
+            await asyncio.sleep(0.05)
+            await service._janitor.round()
+            assert (await service.get_session("other", other.id)).state == "closed"
+            assert (await service.get_session(PROJECT, full.id)).state == "running"
 
     run(test())

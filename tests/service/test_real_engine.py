@@ -181,7 +181,10 @@ def test_a_killed_process_costs_nothing_and_changes_no_bit(tmp_path: Path, tiny_
         [sys.executable, "-c", _VICTIM, str(home), str(tiny_model)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(Path(__file__).parents[2] / sub) for sub in ("src", "")),
+        },
     )
     assert victim.stdout is not None
     session_id = victim.stdout.readline().strip()

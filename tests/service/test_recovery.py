@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.null_engine import MODEL, NullHost
-from tests.service.driver import PROJECT, Trainer, datum, prompt, result, run, sample, serving, value
+from tests.service.driver import PROJECT, Trainer, datum, open_service, prompt, result, run, sample, serving, value
 from trainsession.errors import EngineError, IncompleteGradients, InvalidRequest, SnapshotLost
 from trainsession.service.service import Service
-from trainsession.service.settings import Settings
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 
 async def abandon(service: Service) -> None:
@@ -25,10 +25,6 @@ async def abandon(service: Service) -> None:
             task.cancel()
     await asyncio.sleep(0)
     await service.store.close()
-
-
-async def open_service(home: Path, host: NullHost | None = None, **settings: Any) -> Service:
-    return await Service.open(home, host or NullHost(), settings=Settings(**settings))
 
 
 @pytest.mark.parametrize("clean", [True, False])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.null_engine import CONTEXT, MODEL, VOCABULARY, NullHost
+from bench.null_engine import CONTEXT, MODEL, VOCABULARY, NullHandle, NullHost
 from tests.service.driver import PROJECT, Trainer, prompt, result, run, sample, serving, value
 from trainsession import wire
 from trainsession.errors import (
@@ -24,6 +24,8 @@ from trainsession.errors import (
     SnapshotLost,
     UnknownModel,
 )
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 BASE = {"base_model": MODEL}
 
@@ -206,6 +208,63 @@ def test_a_cancelled_sample_pays_for_what_can_be_read(tmp_path: Path) -> None:
             assert await service.cancel(PROJECT, waiting)
             assert isinstance((await result(service, waiting)).error, Cancelled)
             assert (await service.usage(PROJECT)).total.prefill == 1
+
+    run(test())
+
+
+def test_what_was_cancelled_is_not_drawn_by_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cancel_after_this_step(handle: NullHandle, request_id: str) -> None:
+        asyncio.get_running_loop().call_later(0.2, handle.engine.cancel, request_id)
+
+    monkeypatch.setattr(NullHandle, "cancel", cancel_after_this_step)
+
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            (running,) = await service.submit_samples(PROJECT, BASE, [prompt([1], max_tokens=60_000)])
+            await anext(service.stream(PROJECT, running))
+            assert await service.cancel(PROJECT, running)
+        async with serving(tmp_path) as service:
+            (sequence,) = (await value(service, running))["sequences"]
+            assert sequence["stop_reason"] == "cancelled"
+            assert (await service.usage(PROJECT)).total.sample == len(sequence["tokens"]) < 60_000
+
+    run(test())
+
+
+def test_a_snapshot_has_a_path(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer, other = await Trainer.create(service), await Trainer.create(service)
+            snapshot = await trainer.submit("snapshot")
+            expected = await sample(service, {"operation_id": snapshot}, prompt([1], seed=0))
+            found = await sample(service, {"path": f"ts://{trainer.id}/snapshot/{snapshot}"}, prompt([1], seed=0))
+            assert found["sequences"][0]["text"] == expected["sequences"][0]["text"]
+            wrong = (f"{other.id}/snapshot/{snapshot}", f"{trainer.id}/snapshot/op_0", f"{trainer.id}/snapshot/../x")
+            for path in wrong:
+                with pytest.raises((NotFound, InvalidRequest)):
+                    await service.submit_samples(PROJECT, {"path": f"ts://{path}"}, [prompt([1])])
+            path = f"ts://{trainer.id}/snapshot/{snapshot}"
+            with pytest.raises(NotFound):
+                await service.submit_samples("another", {"path": path}, [prompt([1])])
+
+    run(test())
+
+
+def test_a_base_model_has_one_sampler_session_for_each_project(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            both = await asyncio.gather(*(service.base_sampler(PROJECT, MODEL) for _ in range(2)))
+            first = both[0].session_id
+            assert both[1].session_id == first
+            assert (await service.base_sampler("another", MODEL)).session_id != first
+            await service.close_session(PROJECT, first)
+            second = (await service.base_sampler(PROJECT, MODEL)).session_id
+            assert second != first
+            with pytest.raises(UnknownModel):
+                await service.base_sampler(PROJECT, "nobody/knows")
+        async with serving(tmp_path) as service:
+            assert (await service.base_sampler(PROJECT, MODEL)).session_id == second
+            assert len(await service.list_sessions(PROJECT)) == 2
 
     run(test())
 

@@ -1,12 +1,16 @@
-"""Fairness and merging, simulated on integers."""
+"""Fairness and merging, simulated on integers and in a service."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.null_engine import MODEL, NullHost
+from tests.service.driver import PROJECT, Trainer, run, serving, value
 from trainsession.service.scheduler import MAX_SHORT_IN_A_ROW, Ready, Scheduler
 
 
@@ -89,3 +93,19 @@ def test_nobody_starves(ready: list[Ready]) -> None:
         if len(seen) == len(ready):
             return
     raise AssertionError(f"{len(ready) - len(seen)} of {len(ready)} never ran")
+
+
+def test_sessions_merge_into_one_pass(tmp_path: Path) -> None:
+    async def test() -> None:
+        host = NullHost()
+        async with serving(tmp_path, host) as service:
+            trainers = [await Trainer.create(service) for _ in range(3)]
+            gaps = [trainer.request("zero_grad") for trainer in trainers]
+            ids = [await trainer.train([number + 1]) for number, trainer in enumerate(trainers)]
+            submits = [service.submit(PROJECT, t.id, gap) for t, gap in zip(trainers, gaps, strict=True)]
+            await asyncio.gather(*submits)
+            outputs = [await value(service, operation_id) for operation_id in ids]
+            assert [output["metrics"]["loss:sum"] for output in outputs] == [1.0, 2.0, 3.0]
+            assert max(host.engines[MODEL].merged) > 1
+
+    run(test())

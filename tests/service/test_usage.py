@@ -24,7 +24,7 @@ from trainsession.service import usage as module
 from trainsession.service.engine_time import HOUR, EngineTime
 from trainsession.service.prices import EXAMPLE_PRICES, KINDS, PriceTable
 from trainsession.service.usage import DAY, UsageQuery, read_report
-from trainsession.store.database import connect
+from trainsession.store.backend import backend_of
 from trainsession.store.schema import engine_time, ledger
 from trainsession.store.upgrade import migrate, prepare
 from trainsession.types import USAGE_GROUPS, UsageReport
@@ -36,8 +36,8 @@ GROUPINGS = [by for size in range(1, 6) for by in itertools.combinations(USAGE_G
 @pytest.fixture(scope="module")
 def connection(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sa.Connection]:
     path = tmp_path_factory.mktemp("usage") / "service.db"
-    prepare(path)
-    engine = connect(path)
+    prepare(backend_of(path))
+    engine = backend_of(path).engine("read")
     with engine.connect() as connection:
         yield connection
     engine.dispose()
@@ -181,7 +181,7 @@ def test_the_database_itself_refuses_to_change_the_ledger(tmp_path: Path, change
 def test_an_older_ledger_is_protected_when_it_is_upgraded_and_keeps_its_times(tmp_path: Path) -> None:
     path = tmp_path / "service.db"
     path.touch()
-    migrate(path, "0002")
+    migrate(backend_of(path), "0002")
     with closing(sqlite3.connect(path)) as old, old:
         session = {"id": "s1", "project": "a", "kind": "trainer", "base_model": "m", "state": "closed"}
         session |= {"on_failure": "skip", "name": "", "tags": "[]", "metadata": "{}", "request_hash": "", "epoch": 1}
@@ -190,10 +190,10 @@ def test_an_older_ledger_is_protected_when_it_is_upgraded_and_keeps_its_times(tm
         old.execute(f"INSERT INTO sessions ({', '.join(session)}) VALUES ({', '.join(map(repr, session.values()))})")
         row = charge(1)
         old.execute(f"INSERT INTO ledger ({', '.join(row)}) VALUES ({', '.join(map(repr, row.values()))})")
-    prepare(path)
+    prepare(backend_of(path))
     with closing(sqlite3.connect(path)) as upgraded, pytest.raises(sqlite3.IntegrityError, match="append-only"):
         upgraded.execute("DELETE FROM ledger")
-    engine = connect(path)
+    engine = backend_of(path).engine("read")
     with engine.connect() as connection:
         report = read_report(connection, UsageQuery(project="a", by=["day"]), PRICES)
     engine.dispose()

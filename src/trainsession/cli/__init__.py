@@ -14,7 +14,7 @@ from .._version import __version__
 from .doctor import diagnosis
 from .objects import objects
 from .serve import serving
-from .tenancy import keys, projects
+from .tenancy import db, keys, projects
 from .usage import metering
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.add_typer(metering)
 app.add_typer(diagnosis)
 app.add_typer(projects, name="projects")
 app.add_typer(keys, name="keys")
+app.add_typer(db, name="db")
 
 
 @app.command()

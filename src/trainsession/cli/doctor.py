@@ -84,7 +84,7 @@ def check_disk(home: Path) -> Finding:
 
 
 def check_database(home: Path) -> Finding:
-    from ..store.database import DATABASE_FILE
+    from ..store.backend import DATABASE_FILE, backend_of
     from ..store.schema import SCHEMA_VERSION
     from ..store.upgrade import schema_of
 
@@ -92,7 +92,7 @@ def check_database(home: Path) -> Finding:
     if not path.exists():
         return Finding("database", True, "none yet, made on first use")
     try:
-        schema = schema_of(path) or "none"
+        schema = schema_of(backend_of(path)) or "none"
         with closing(sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
             damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             connection.execute("BEGIN IMMEDIATE")
@@ -162,7 +162,7 @@ def check_engine(home: Path) -> Finding:
 
 
 def check_clock(home: Path) -> Finding:
-    from ..store.database import DATABASE_FILE
+    from ..store.backend import DATABASE_FILE
 
     now, shown = time.time(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     do = "set the clock (NTP): keys expire and usage is counted by it"

@@ -26,6 +26,14 @@ BaseUrl = Annotated[
 ]
 ApiKey = Annotated[str | None, typer.Option(help="Key for it.", envvar="TRAINSESSION_API_KEY")]
 Home = Annotated[Path | None, typer.Option(help="Where sessions and checkpoints live.")]
+DatabaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        help="PostgreSQL database, as postgresql://user@host/name; default: a file in the home.",
+        envvar="TRAINSESSION_DATABASE_URL",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -76,7 +84,10 @@ def _cell(column: str, value: Any) -> str:
     if value is None:
         return "-"
     if column.endswith("_at"):
-        return datetime.fromtimestamp(value).isoformat(" ", "seconds")
+        try:
+            return datetime.fromtimestamp(value).isoformat(" ", "seconds")
+        except (ValueError, OverflowError, OSError):  # no such year
+            return str(value)
     if column == "size_bytes":
         return f"{value / 2**20:.1f} MiB"
     return str(value)

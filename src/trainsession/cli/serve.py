@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..transport.home import default_home
-from .output import Home, errors_as_exit, stderr
+from .output import DatabaseUrl, Home, errors_as_exit, stderr
 
 serving = typer.Typer()
 
@@ -23,6 +23,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
     home: Home = None,
+    database: DatabaseUrl = None,
     log_format: Annotated[
         Literal["json", "text"] | None,
         typer.Option(help="Of the log on stderr; default: text on a terminal, else json."),
@@ -35,6 +36,8 @@ def serve(
         trainsession serve --host 0.0.0.0 --home /data/trainsession
 
         trainsession serve --dev
+
+        trainsession serve --database postgresql://trainsession@db-host/trainsession
     """
     if dev and host not in LOOPBACK:
         raise typer.BadParameter(
@@ -54,4 +57,5 @@ def serve(
             console.print(text, markup=False)
 
     with errors_as_exit(), logs.to_stderr(chosen):
-        foreground.serve(host, port, (home or default_home()).absolute(), say, with_keys=not dev)
+        where = (home or default_home()).absolute()
+        foreground.serve(host, port, where, say, with_keys=not dev, database=database)

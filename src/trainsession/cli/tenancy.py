@@ -1,5 +1,5 @@
-"""Commands of an operator: projects and API keys. They work on the home itself, whether or not a
-service runs there, and what they change is in force for its next request.
+"""Commands of an operator: projects, API keys, the database. They work on the home's database itself,
+whether or not a service runs there, and what they change is in force for its next request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import typer
 from ..errors import InvalidRequest
 from ..limits import PROJECT_LIMITS
 from ..transport.home import default_home
-from .output import AsJson, Home, errors_as_exit, print_json, print_rows, stderr
+from .output import AsJson, DatabaseUrl, Home, errors_as_exit, print_json, print_rows, stderr
 
 if TYPE_CHECKING:
     from ..service.keys import Keys
@@ -25,12 +25,33 @@ ScopeName = Literal["full", "sample", "read", "operator"]
 
 projects = typer.Typer(help="Projects, and what each may use at once.", no_args_is_help=True)
 keys = typer.Typer(help="API keys of projects.", no_args_is_help=True)
+db = typer.Typer(help="The database of a home.", no_args_is_help=True)
+
+
+@db.command("upgrade")
+def upgrade_database(home: Home = None, database: DatabaseUrl = None) -> None:
+    """Bring a database to the schema of this version; a file is copied first.
+
+    Example:
+
+        trainsession db upgrade --database postgresql://trainsession@db-host/trainsession
+    """
+    from ..store.backend import backend_of, parse_address
+    from ..store.schema import SCHEMA_VERSION
+    from ..store.upgrade import prepare
+
+    with errors_as_exit():
+        backend = backend_of(parse_address((home or default_home()).absolute(), database))
+        before = prepare(backend, upgrade=True)
+    change = f"at {SCHEMA_VERSION} already" if before == SCHEMA_VERSION else f"{before or 'empty'} -> {SCHEMA_VERSION}"
+    stderr().print(f"schema of {backend.name}: {change}", markup=False, highlight=False)
 
 
 @projects.command("create")
 def create_project(
     name: Annotated[str, typer.Argument(help="1 to 128 of A-Z a-z 0-9 . _ -")],
     home: Home = None,
+    database: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a project.
@@ -39,7 +60,7 @@ def create_project(
 
         trainsession projects create alignment
     """
-    project = _of_projects(home, lambda of: of.create(name))
+    project = _of_projects(home, database, lambda of: of.create(name))
     if as_json:
         print_json(project.to_wire())
     else:
@@ -47,14 +68,14 @@ def create_project(
 
 
 @projects.command("list")
-def list_projects(home: Home = None, as_json: AsJson = False) -> None:
+def list_projects(home: Home = None, database: DatabaseUrl = None, as_json: AsJson = False) -> None:
     """List the projects and their limits.
 
     Example:
 
         trainsession projects list
     """
-    found = _of_projects(home, lambda of: of.list())
+    found = _of_projects(home, database, lambda of: of.list(), create=False)
     if as_json:
         print_json([project.to_wire() for project in found])
     else:
@@ -67,6 +88,7 @@ def set_limit(
     project: Annotated[str, typer.Argument(help="Name of the project.")],
     settings: Annotated[list[str], typer.Argument(help=f"LIMIT=NUMBER or LIMIT=default; {', '.join(PROJECT_LIMITS)}")],
     home: Home = None,
+    database: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Change limits of a project, in force at once; `default` goes back to the service's own.
@@ -77,7 +99,7 @@ def set_limit(
     """
     with errors_as_exit():
         changes = dict(_limit(setting) for setting in settings)
-    changed = _of_projects(home, lambda of: of.set_limits(project, changes))
+    changed = _of_projects(home, database, lambda of: of.set_limits(project, changes))
     if as_json:
         print_json(changed.to_wire())
     else:
@@ -98,6 +120,7 @@ def create_key(
     name: Annotated[str, typer.Option(help="To tell keys apart.")] = "",
     days: Annotated[float | None, typer.Option(help="Valid for so many days; default: until revoked.")] = None,
     home: Home = None,
+    database: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Make an API key and print it. It is shown this once: the home holds only its hash.
@@ -110,6 +133,7 @@ def create_key(
     """
     key, listed = _of_keys(
         home,
+        database,
         lambda of: of.create(
             project,
             scope="sample" if session is not None and scope == "full" else scope,
@@ -129,6 +153,7 @@ def create_key(
 def list_keys(
     project: Annotated[str | None, typer.Option(help="Only those of this project.")] = None,
     home: Home = None,
+    database: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """List the keys, by the part of each that may be shown.
@@ -137,7 +162,7 @@ def list_keys(
 
         trainsession keys list --project alignment
     """
-    rows = [key.to_wire() for key in _of_keys(home, lambda of: of.list(project))]
+    rows = [key.to_wire() for key in _of_keys(home, database, lambda of: of.list(project), create=False)]
     columns = ("prefix", "project", "name", "scope", "session_id", "created_at", "expires_at", "revoked_at")
     print_rows(rows, columns, as_json)
 
@@ -146,6 +171,7 @@ def list_keys(
 def revoke_key(
     prefix: Annotated[str, typer.Argument(help="As in `trainsession keys list`: ts-<12 hex digits>")],
     home: Home = None,
+    database: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Refuse a key from its next request on.
@@ -154,7 +180,7 @@ def revoke_key(
 
         trainsession keys revoke ts-1c9e0b7a4f52
     """
-    revoked = _of_keys(home, lambda of: of.revoke(prefix))
+    revoked = _of_keys(home, database, lambda of: of.revoke(prefix), create=False)
     if as_json:
         print_json(revoked.to_wire())
     else:
@@ -162,25 +188,37 @@ def revoke_key(
 
 
 # The database's packages are imported where a command needs them: the other commands start quicker.
-def _of_projects(home: Path | None, work: Callable[[Projects], Coroutine[Any, Any, T]]) -> T:
+def _of_projects(
+    home: Path | None,
+    database: str | None,
+    work: Callable[[Projects], Coroutine[Any, Any, T]],
+    *,
+    create: bool = True,
+) -> T:
     async def run() -> T:
         from ..service.projects import Projects
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute()) as database:
-            return await work(Projects(database))
+        async with opened((home or default_home()).absolute(), database, create=create) as opening:
+            return await work(Projects(opening))
 
     with errors_as_exit():
         return asyncio.run(run())
 
 
-def _of_keys(home: Path | None, work: Callable[[Keys], Coroutine[Any, Any, T]]) -> T:
+def _of_keys(
+    home: Path | None,
+    database: str | None,
+    work: Callable[[Keys], Coroutine[Any, Any, T]],
+    *,
+    create: bool = True,
+) -> T:
     async def run() -> T:
         from ..service.keys import Keys
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute()) as database:
-            return await work(Keys(database))
+        async with opened((home or default_home()).absolute(), database, create=create) as opening:
+            return await work(Keys(opening))
 
     with errors_as_exit():
         return asyncio.run(run())
@@ -190,6 +228,6 @@ def _limit(setting: str) -> tuple[str, int | None]:
     name, _, value = setting.partition("=")
     if value == "default":
         return name, None
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > 20:
         raise InvalidRequest(f"{setting}: expected LIMIT=NUMBER or LIMIT=default, for example max_live_sessions=8")
     return name, int(value)

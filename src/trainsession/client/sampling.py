@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import Cancelled, InvalidRequest, TrainSessionError
+from ..errors import Cancelled, InvalidRequest, RateLimited, TrainSessionError
 from ..limits import LIMITS
 from ..types import SampleResponse, SamplingParams
 from ..wire import samples_from_wire
+from . import openai_clients
 from .connection import Connection
 from .futures import OperationFuture
 from .prompts import Prompt, Prompts, all_prompt_tokens, is_many, prompt_tokens
@@ -24,9 +27,13 @@ from .submitter import PendingOperation
 from .twins import off_thread, to_result
 
 if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
     from ..tokenization import Tokenizer
 
 T = TypeVar("T")
+_LONGEST_PAUSE = 60.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,10 +63,17 @@ class PendingSample:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.operation_id: str | None = None
-        self.is_cancelled = False
+        self._cancelled = asyncio.Event()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    async def until_cancelled(self) -> None:
+        await self._cancelled.wait()
 
     async def cancel(self) -> bool:
-        self.is_cancelled = True
+        self._cancelled.set()
         if self.operation_id is None:
             return True  # Told to the service as soon as it has a name there.
         try:
@@ -210,6 +224,30 @@ class SamplingClient:
 
         return SampleStream(self._connection, handle, submit)
 
+    @property
+    def openai_model(self) -> str:
+        """What ``model=`` of `openai_client` takes for these weights.
+
+        For a snapshot this waits until the service has accepted it, not until it is taken.
+        """
+        weights = self._connection.io.run(self._weights.to_wire())
+        operation_id = weights.get("operation_id")
+        if operation_id is not None:
+            return f"ts://{self.session_id}/snapshot/{operation_id}"
+        return weights.get("path") or weights["base_model"]
+
+    def openai_client(self) -> OpenAI:
+        """An ``openai.OpenAI`` of this service, metered like this client; see `openai_model`.
+
+        Raises:
+            InvalidRequest: the package is not installed.
+        """
+        return openai_clients.blocking(self._connection, self.session_id)
+
+    def async_openai_client(self) -> AsyncOpenAI:
+        """The same as an ``openai.AsyncOpenAI``, for one event loop."""
+        return openai_clients.asynchronous(self._connection, self.session_id)
+
     def get_tokenizer(self) -> Tokenizer:
         """The base model's tokenizer, handed out by the service."""
         return self._connection.tokenizer(self.base_model)
@@ -283,15 +321,29 @@ class SamplingClient:
         ]
         weights = await self._weights.to_wire()
         body = {"weights": weights, "requests": requests, "idempotency_key": uuid.uuid4().hex}
-        async with self._connection.sample_slots:
-            if all(handle.is_cancelled for handle in handles):
-                raise Cancelled("the samples were cancelled before they were sent")
-            answer = await self._connection.transport.request("POST", "/v1/samples", body=body)
+        answer = await self._post(handles, body)
         for handle, operation_id in zip(handles, answer["operation_ids"], strict=True):
             handle.operation_id = operation_id
         for handle in handles:
             if handle.is_cancelled:
                 await handle.cancel()
+
+    async def _post(self, handles: Sequence[PendingSample], body: dict[str, Any]) -> Any:
+        """The service's answer; while a limit has no room for these samples they wait, as training does."""
+        pause = 1.0
+        while True:
+            async with self._connection.sample_slots:
+                if all(handle.is_cancelled for handle in handles):
+                    raise Cancelled("the samples were cancelled before the service took them")
+                try:
+                    request = self._connection.transport.request
+                    return await request("POST", "/v1/samples", body=body, repeat_limited=False)
+                except RateLimited as error:
+                    limited = error
+            (_log.warning if pause == 1.0 else _log.debug)("samples wait: %s", limited)
+            asked = min(float(limited.details.get("retry_after", 1)), _LONGEST_PAUSE)
+            await _cancelled_within(max(asked, pause * random.uniform(0.75, 1.0)), handles)
+            pause = min(pause * 1.5, 5.0)
 
     def _interrupt(self) -> None:
         self._connection.io.run(self._cancel_all(list(self._running)))
@@ -328,6 +380,16 @@ def _own_seed(options: dict[str, Any], index: int) -> dict[str, Any]:
     if params["seed"] is None:
         return params
     return {**params, "seed": (params["seed"] + index * options["num_samples"]) % 2**62}
+
+
+async def _cancelled_within(seconds: float, handles: Sequence[PendingSample]) -> None:
+    """Sleep, but no longer than until all of them are cancelled."""
+    try:
+        async with asyncio.timeout(seconds):
+            for handle in handles:
+                await handle.until_cancelled()
+    except TimeoutError:
+        pass
 
 
 def _only(responses: list[SampleResponse]) -> SampleResponse:

@@ -24,6 +24,7 @@ class SampleDelta:
         logprobs: One per new token.
         text: Newly readable text: never half a character, never past a stop string.
         stop_reason: Set on the sample's last delta.
+        topk_logprobs: Per new token, the ``topk`` most likely (token id, logprob), if asked for.
     """
 
     index: int
@@ -31,6 +32,7 @@ class SampleDelta:
     logprobs: list[float]
     text: str
     stop_reason: StopReason | None = None
+    topk_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 class _State:
@@ -126,12 +128,14 @@ async def _read(
         if frame.get("done"):
             state.usage = read(Usage, frame.get("usage") or {})
             break
+        topk = frame.get("topk")
         yield SampleDelta(
             frame["index"],
             list(frame["tokens"]),
             list(frame["logprobs"]),
             frame["text_delta"],
             frame.get("stop_reason"),
+            None if topk is None else [[(token, logprob) for token, logprob in row] for row in topk],
         )
     state.is_over = True
     connection.poller.acknowledge(operation_id)

@@ -21,7 +21,7 @@ from ..types import (
 )
 from ..types.display import session_html
 from ..wire import output_from_wire
-from . import checkpoint_files, custom_loss
+from . import checkpoint_files, custom_loss, openai_clients
 from .answers import read, read_any, read_session
 from .connection import Connection
 from .custom_loss import CustomLoss
@@ -33,6 +33,8 @@ from .usage import read_usage
 from .validation import captured, check_batch, check_name, check_path, check_ttl, json_copy
 
 if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+
     from ..tokenization import Tokenizer
 
 T = TypeVar("T")
@@ -241,6 +243,19 @@ class TrainingClient:
         return SamplingClient(
             self._connection, FrozenWeights(base_model=self.base_model), self.base_model, self.session_id
         )
+
+    @property
+    def openai_model(self) -> str:
+        """What ``model=`` of `openai_client` takes for this session's newest snapshot, whichever that is then."""
+        return f"ts://{self.session_id}/live"
+
+    def openai_client(self) -> OpenAI:
+        """An ``openai.OpenAI`` of this service, metered for this session (docs/openai.md)."""
+        return openai_clients.blocking(self._connection, self.session_id)
+
+    def async_openai_client(self) -> AsyncOpenAI:
+        """The same as an ``openai.AsyncOpenAI``, for one event loop."""
+        return openai_clients.asynchronous(self._connection, self.session_id)
 
     # --- the session ----------------------------------------------------------------------
 

@@ -246,7 +246,7 @@ class EngineHost(Protocol):
 
 
 class EngineHandle(Protocol):
-    """Async access to one engine on its own thread (or, later, process)."""
+    """Async access to one engine on its own thread or in its own process."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -256,8 +256,13 @@ class EngineHandle(Protocol):
         """Total time that the engine computed."""
         ...
 
+    @property
+    def alive(self) -> bool:
+        """False once it is lost, with all that it held: every call then raises `EngineLost`."""
+        ...
+
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run one `Engine` method between two decode steps; raises what it raises."""
+        """Run one `Engine` method between two decode steps; raises what it raises, or `EngineLost`."""
         ...
 
     def sample(self, item: SampleItem, on_event: Any) -> None:

@@ -88,6 +88,11 @@ class EngineThread:
     def busy_seconds(self) -> float:
         return self._busy_seconds
 
+    @property
+    def alive(self) -> bool:
+        """A thread cannot be lost without its process."""
+        return True
+
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run one `Engine` method between two decode steps.
 

@@ -11,13 +11,15 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute
+from starlette.types import Scope
 
 from .._version import __version__
 from ..errors import TrainSessionError
 from ..service.service import Service
 from .auth import Authenticate
-from .doors import native, operator
+from .doors import native, openai, operator
 from .guard import Guard
 from .responses import error_response
 from .routes import KeyedRoute
@@ -52,15 +54,18 @@ def create_app(
     app.state.service = service
     app.state.authenticate = authenticate
     app.state.closing = closing
+    app.state.tokenizers = openai.Tokenizers(service)
     app.include_router(native.hot)
     app.include_router(native.router)
     app.include_router(native.public)
     app.include_router(operator.router)
     app.include_router(operator.public)
+    app.include_router(openai.hot)
+    app.include_router(openai.router)
     _check_keyed(app)
-    for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException):
+    for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(Guard, hosts=hosts)
+    app.add_middleware(Guard, hosts=hosts, answer=_answer)
     _describe_msgpack(app)
     return app
 
@@ -83,7 +88,13 @@ def all_routes(router: Any) -> Iterator[BaseRoute]:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return error_response(error, request.state.request_id)
+    return _answer(error, request.scope)
+
+
+def _answer(error: Exception, scope: Scope) -> Response:
+    """An error in the shape that the door's clients read; the path decides nothing else."""
+    shape = openai.error_response if scope["path"].startswith(openai.PREFIX) else error_response
+    return shape(error, scope["state"]["request_id"])
 
 
 def _describe_msgpack(app: FastAPI) -> None:
@@ -93,7 +104,7 @@ def _describe_msgpack(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = describe()
         _, definitions = models_json_schema(
-            [(model, "validation") for model in DESCRIBED],
+            [(model, "validation") for model in (*DESCRIBED, openai.ChatRequest, openai.CompletionRequest)],
             ref_template="#/components/schemas/{model}",
         )
         document["components"]["schemas"].update(definitions["$defs"])

@@ -85,9 +85,10 @@ async def authenticated(request: Request) -> Caller:
     caller = await ask_again(request)
     need = _NEEDS.get(request.scope.get("endpoint"), "full")
     if need not in _MAY[caller.scope] and not (need == "operate" and caller.operator):
+        scopes = [scope for scope, may in _MAY.items() if need in may]
         raise PermissionDenied(
-            f"this API key has scope {caller.scope}, and this call needs another one",
-            details={"scope": caller.scope, "needs": [scope for scope, may in _MAY.items() if need in may]},
+            f"this API key has scope {caller.scope}, and this call needs {' or '.join(scopes)}",
+            details={"scope": caller.scope, "needs": scopes},
         )
     body: BodyBound | None = getattr(request.state, "body", None)
     if body is not None:

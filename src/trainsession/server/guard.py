@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import (
@@ -38,10 +39,19 @@ class Guard:
     Args:
         hosts: Names that the ``Host`` and ``Origin`` headers may carry, or None for any. A server
             on loopback without keys needs it: a web page can point a name of its own at 127.0.0.1.
+        answer: Tells a client of an error, in the shape of the door that it knocked at.
     """
 
-    def __init__(self, app: ASGIApp, *, hosts: Collection[str] | None = None, limits: Limits = LIMITS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        hosts: Collection[str] | None = None,
+        limits: Limits = LIMITS,
+        answer: Callable[[Exception, Scope], Response] | None = None,
+    ) -> None:
         self.app = app
+        self.answer = answer or _native_answer
         self.hosts = None if hosts is None else frozenset(hosts)
         self.limits = limits
 
@@ -70,7 +80,7 @@ class Guard:
         except Exception as error:
             if status:
                 raise  # the answer has begun: all that is left is to break the connection
-            await error_response(error, request_id)(scope, receive, send_named)
+            await self.answer(error, scope)(scope, receive, send_named)
         finally:
             access_log.write(scope, status or access_log.HUNG_UP, began)
 
@@ -109,6 +119,10 @@ class Guard:
         if encoding != "zstd" or kind != MEDIA_TYPE:
             raise UnsupportedMediaType(f"Content-Encoding {encoding!r}; msgpack bodies may be zstd, others plain")
         return _decompressed(_counted(receive, bound), bound)
+
+
+def _native_answer(error: Exception, scope: Scope) -> Response:
+    return error_response(error, scope["state"]["request_id"])
 
 
 class BodyBound:

@@ -11,9 +11,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ..errors import (
     AuthenticationFailed,
+    Cancelled,
     EngineError,
     InvalidRequest,
     NotFound,
@@ -56,16 +58,27 @@ def media_type(headers: Mapping[str, str]) -> str:
 def error_response(error: Exception, request_id: str) -> Response:
     """What a client is told about an exception; never a traceback."""
     status, body = error_body(error, request_id)
+    return JSONResponse(body, status_code=status, headers=error_headers(error))
+
+
+def error_headers(error: Exception) -> dict[str, str]:
+    """Those that belong to an error's answer, whatever the body's shape."""
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, AuthenticationFailed):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, (RateLimited, ServiceUnavailable)):
         headers["Retry-After"] = str(error.details.get("retry_after", RETRY_AFTER_SECONDS))
-    return JSONResponse(body, status_code=status, headers=headers)
+    return headers
 
 
 def error_body(error: Exception, request_id: str) -> tuple[int, dict[str, Any]]:
-    """Status and JSON body of an exception.
+    """Status and JSON body of an exception."""
+    status, known = known_error(error, request_id)
+    return status, {**known.to_wire(), "request_id": request_id}
+
+
+def known_error(error: Exception, request_id: str) -> tuple[int, TrainSessionError]:
+    """Status and error that a client may see.
 
     Anything that is no `TrainSessionError` is a fault of ours: logged with the request id, which is
     all that the client sees of it.
@@ -74,12 +87,15 @@ def error_body(error: Exception, request_id: str) -> tuple[int, dict[str, Any]]:
     if known is None:
         log.error("request %s failed", request_id, exc_info=error)
         known = EngineError("the service failed on this request; its log holds the reason under the request id")
-    return status, {**known.to_wire(), "request_id": request_id}
+    return status, known
 
 
 def _translate(error: Exception) -> tuple[int, TrainSessionError | None]:
     if isinstance(error, TrainSessionError):
         return error.status, error
+    if isinstance(error, ClientDisconnect):  # while its body was read: an answer for nobody
+        cancelled = Cancelled("the client hung up")
+        return cancelled.status, cancelled
     if isinstance(error, (RequestValidationError, ValidationError)):
         return 422, _invalid(error.errors())
     if isinstance(error, HTTPException):

@@ -50,6 +50,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.servers: list[asyncio.Server] = []
         self.in_process = InProcess(app)
+        self.companions: list[Server] = []
+        """They stop when this one is told to, and at the same time."""
 
     def descriptors(self) -> list[int]:
         """File descriptors of all open sockets: the listening ones and the connections."""
@@ -60,13 +62,18 @@ class Server(uvicorn.Server):
 
     def stop(self) -> None:
         """Begin to stop; `serve` returns when running requests have ended."""
-        self.should_exit = True
+        for server in (self, *self.companions):
+            server.should_exit = True
+
+    def force(self) -> None:
+        """Wait for no request any longer."""
+        for server in (self, *self.companions):
+            server.should_exit = server.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if not self._closing.done():
             self._closing.set_result(None)
-        await super().shutdown(sockets)
-        await self.in_process.drain(GRACE_SECONDS)
+        await asyncio.gather(super().shutdown(sockets), self.in_process.drain(GRACE_SECONDS))
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

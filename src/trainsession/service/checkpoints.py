@@ -27,6 +27,7 @@ _REPLACED_SECONDS = 3600.0
 """A version whose name was repointed stays this long for those who still read it."""
 _PATH = re.compile(r"ts://(?P<session>[a-z0-9_]{1,64})/(?P<kind>state|weights)/(?P<name>[A-Za-z0-9._-]{1,128})")
 _LIVE = re.compile(r"ts://(?P<session>[a-z0-9_]{1,64})/live")
+_SNAPSHOT = re.compile(r"ts://(?P<session>[a-z0-9_]{1,64})/snapshot/(?P<operation>[a-z0-9_]{1,64})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +229,12 @@ def live_session(path: str) -> str | None:
     """The session of a ``ts://<session>/live`` path, else None."""
     match = _LIVE.fullmatch(path)
     return None if match is None else match["session"]
+
+
+def named_snapshot(path: str) -> tuple[str, str] | None:
+    """Session and operation of a ``ts://<session>/snapshot/<operation>`` path, else None."""
+    match = _SNAPSHOT.fullmatch(path)
+    return None if match is None else (match["session"], match["operation"])
 
 
 def _current(project: str, session_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import sqlalchemy as sa
@@ -12,7 +13,7 @@ import sqlalchemy as sa
 from .. import wire
 from ..engine import checkpoint as formats
 from ..engine.api import AdapterState, EngineHandle
-from ..errors import SnapshotLost
+from ..errors import EngineLost, SnapshotLost
 from ..store.schema import frozen_weights
 from ..store.store import Store
 from .checkpoints import Checkpoints
@@ -54,35 +55,43 @@ class FrozenPool:
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
         self._moving = asyncio.Lock()
 
-    def added(self, weights: Weights) -> None:
-        """The engine holds these now."""
-        if weights.key is not None:
-            self._resident[weights.key] = _Resident(weights, saved=weights.checkpoint)
+    def added(self, handle: EngineHandle, weights: Weights, *, saved: bool = False) -> None:
+        """The engine holds these now; ``saved``: blobs do too."""
+        if weights.key is not None and handle.alive:
+            self._resident[weights.key] = _Resident(weights, saved=saved)
+
+    def lost(self) -> None:
+        """The engine is gone. What was saved comes back on demand; who still holds a pin may release it."""
+        self._resident.clear()
 
     def holds(self, key: str) -> bool:
         return key in self._resident
 
-    async def acquire(self, handle: EngineHandle, weights: Weights) -> None:
-        """Bring weights into the engine and pin them there; each call needs its `release`.
+    async def acquire(self, handle: EngineHandle, weights: Weights) -> Callable[[], None]:
+        """Bring weights into the engine and pin them there; call what it returns, once, to release them.
 
         Raises:
             SnapshotLost: they were never written and the engine that held them is gone.
+            EngineLost: the engine is gone.
         """
         if weights.key is None:
-            return
+            return lambda: None
         if weights.key not in self._resident:
             async with self._moving:
                 if weights.key not in self._resident:
                     state = await self._read(weights)
                     await handle.call("add_snapshot", weights.key, state)
-                    self._resident[weights.key] = _Resident(weights, pins=1, saved=True)
-                    return
+                    self.added(handle, weights, saved=True)
+        resident = self._resident.get(weights.key)
+        if resident is None:
+            raise EngineLost(f"the engine of {handle.info.base_model} is gone")
         self._resident.move_to_end(weights.key)
-        self._resident[weights.key].pins += 1
+        resident.pins += 1
 
-    def release(self, weights: Weights) -> None:
-        if weights.key is not None:
-            self._resident[weights.key].pins -= 1
+        def release() -> None:
+            resident.pins -= 1
+
+        return release
 
     async def shrink(self, handle: EngineHandle) -> None:
         """Move what is beyond the capacity to blobs."""
@@ -93,7 +102,7 @@ class FrozenPool:
                 if resident.pins == 0:
                     await self._save(handle, resident)
                 if resident.pins == 0:  # nobody came while it was written
-                    del self._resident[key]
+                    self._resident.pop(key, None)
                     await handle.call("drop_snapshot", key)
 
     async def save(self, handle: EngineHandle, session_id: str | None = None) -> None:

@@ -55,13 +55,19 @@ class Janitor:
         await self._remove_orphans()
         now = time.time()
         for session in self._sessions.in_memory:
-            lane = self._lane_of(session.base_model)
-            if session.idle and session.used_at < now - self._settings.close_after_idle_seconds:
-                await self._retire(session)
-            elif session.resident and session.idle and session.used_at < now - self._settings.idle_seconds:
-                await lane.evict(session)
-            else:
-                await lane.tidy(session)
+            try:
+                await self._look_after(session, now)
+            except TrainSessionError as error:  # of one session; the others have their turn
+                logger.warning("housekeeping of session %s will be tried again: %s", session.id, error.message)
+
+    async def _look_after(self, session: Session, now: float) -> None:
+        lane = self._lane_of(session.base_model)
+        if session.idle and session.used_at < now - self._settings.close_after_idle_seconds:
+            await self._retire(session)
+        elif session.resident and session.idle and session.used_at < now - self._settings.idle_seconds:
+            await lane.evict(session)
+        else:
+            await lane.tidy(session)
 
     async def _expire_results(self) -> None:
         now = time.time()

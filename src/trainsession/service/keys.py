@@ -30,6 +30,7 @@ Scope = Literal["full", "sample", "read", "operator"]
 is for whoever runs the service: its metrics and the usage of all projects, and nothing in any of them."""
 SCOPES: tuple[Scope, ...] = ("full", "sample", "read", "operator")
 
+MAX_VALID_SECONDS = 100 * 365.25 * 86_400
 _KEY = re.compile(r"(ts-[0-9a-f]{12})-[0-9a-f]{64}")
 _OF_NOBODY = hashlib.sha256(secrets.token_bytes(32)).hexdigest()
 
@@ -112,8 +113,11 @@ class Keys:
             raise InvalidRequest(
                 f"session: only a key of scope sample can be bound to one, not {scope}", details={"key": "session"}
             )
-        if valid_seconds is not None and not valid_seconds > 0:
-            raise InvalidRequest(f"expiry: expected a time to come, got {valid_seconds} s", details={"key": "expiry"})
+        if valid_seconds is not None and not 0 < valid_seconds <= MAX_VALID_SECONDS:
+            raise InvalidRequest(
+                f"expiry: expected more than 0 and at most 100 years, got {valid_seconds:g} s",
+                details={"key": "expiry"},
+            )
         LIMITS.check("max_name_length", len(name), "name")
         prefix = f"ts-{secrets.token_hex(6)}"
         key = f"{prefix}-{secrets.token_hex(32)}"

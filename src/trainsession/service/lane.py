@@ -7,27 +7,27 @@ between, the operation is still in the log as not ended and simply runs again on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
-from .. import wire
 from ..engine.api import EngineHandle, EngineHost, EngineInfo
-from ..errors import EngineError, OperationSkipped, StorageError, TrainSessionError
+from ..errors import EngineError, EngineLost, OperationSkipped, StorageError, TrainSessionError
 from ..store.schema import sessions
 from ..store.store import Store
 from .bodies import Body, parse_packed
 from .checkpoints import Checkpoints
+from .completion import Completion
 from .frozen import FrozenPool
-from .log import Advance, Ending, OperationLog
-from .metering import Meter, usage_to_wire
+from .log import Advance, OperationLog
+from .metering import Meter
 from .outcomes import Outcomes
 from .recovery import Recovery
-from .requests import OperationResult
 from .runner import Outcome, Runner, as_ours, is_pass, ready_of
 from .scheduler import Scheduler
 from .session import REPLAYED_KINDS, WINDOW_KINDS, Operation, Session
@@ -35,6 +35,8 @@ from .settings import Settings
 
 logger = logging.getLogger(__name__)
 _PARSE_IN_THREAD = 1 << 20
+MAX_LOSSES = 3
+"""Times that an engine's process may end under an operation before it fails."""
 
 
 class Lane:
@@ -51,17 +53,19 @@ class Lane:
         checkpoints: Checkpoints,
         settings: Settings,
         scratch: Path,
+        on_loss: Callable[[str], None],
     ) -> None:
         self.base_model = base_model
         self.pool = FrozenPool(store, checkpoints, settings.live_snapshots, settings.kept_snapshots)
         self._host = host
         self._store = store
         self._log = log
-        self._outcomes = outcomes
+        self._completion = Completion(store, log, outcomes, meter, settings)
         self._meter = meter
         self._checkpoints = checkpoints
         self._settings = settings
         self._scratch = scratch
+        self._on_loss = on_loss
         self._recovery = Recovery(store, checkpoints)
         self._scheduler = Scheduler()
         self._sessions: dict[str, Session] = {}
@@ -78,8 +82,8 @@ class Lane:
 
     @property
     def loaded(self) -> EngineHandle | None:
-        """The engine, once it is loaded."""
-        return self._handle
+        """The engine, once it is loaded and while it lives."""
+        return self._handle if self._handle is not None and self._handle.alive else None
 
     @property
     def info(self) -> EngineInfo | None:
@@ -93,6 +97,7 @@ class Lane:
             TrainSessionError: it cannot be loaded. The next call tries again.
         """
         async with self._opening:
+            self._notice_loss()
             if self._handle is None:
                 self._handle = await self._host.open(self.base_model)
             return self._handle
@@ -118,11 +123,10 @@ class Lane:
             if not session.resident or not session.idle:
                 return
             await self._save(session)
-            if session.idle and not self._unsaved(session):
+            if session.idle and not self._unsaved(session) and session.resident and self._handle is not None:
                 session.resident = False
                 session.kept.clear()
-                assert self._handle is not None
-                await self._handle.call("drop_adapter", session.id)
+                await self._drop(self._handle, session)
 
     async def remove(self, session: Session) -> None:
         """Drop a closed session; its frozen weights stay."""
@@ -130,19 +134,19 @@ class Lane:
             self._sessions.pop(session.id, None)
             if session.resident and self._handle is not None:
                 session.resident = False
-                await self._handle.call("drop_adapter", session.id)
+                await self._drop(self._handle, session)
 
     async def tidy(self, session: Session) -> None:
         """Drop graphs of forwards whose backward did not come, and take a snapshot that is due."""
         async with self._turn:
-            if session.resident:
-                runner = self._runner(await self.engine())
-                await runner.drop_old_graphs(session, self._settings.keep_graph_seconds)
-                await self._maybe_snapshot(session)
+            handle = self._handle
+            if session.resident and handle is not None and handle.alive:
+                await self._runner(handle).drop_old_graphs(session, self._settings.keep_graph_seconds)
+                await self._maybe_snapshot(handle, session)
 
     async def close(self) -> None:
         """Let the present operation end, then save every session and the frozen weights."""
-        self._closing = True
+        self._closing = self._completion.closing = True
         self._wake.set()
         if self._preloading is not None:
             await self._preloading
@@ -154,7 +158,7 @@ class Lane:
                     await self._save(session)
             try:
                 await self.pool.save(self._handle)
-            except StorageError as error:
+            except (StorageError, EngineLost) as error:
                 logger.warning("frozen weights were not saved: %s", error.message)
         for session in self._sessions.values():
             await self._recovery.settled(session)
@@ -164,6 +168,7 @@ class Lane:
     async def _run(self) -> None:
         while not self._closing:
             self._wake.clear()
+            await self._rewind_lost()
             for session in list(self._sessions.values()):
                 self._pass_ended(session)
             picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := ready_of(s))])
@@ -172,6 +177,29 @@ class Lane:
                 continue
             async with self._turn:
                 await self._execute([self._sessions[item.session] for item in picked if item.session in self._sessions])
+
+    def _notice_loss(self) -> None:
+        """If the engine is gone: so is what it held, and the sessions must start from their snapshots."""
+        if self._handle is None or self._handle.alive:
+            return
+        logger.warning("the engine of %s is lost; its sessions are restored", self.base_model)
+        self._on_loss(self.base_model)
+        self._handle = None
+        self.pool.lost()
+        for session in self._sessions.values():
+            session.lose()
+        self.wake()
+
+    async def _rewind_lost(self) -> None:
+        self._notice_loss()
+        while lost := [session for session in self._sessions.values() if session.lost]:
+            async with self._turn:
+                for session in lost:
+                    try:
+                        await self._recovery.rewind(session)
+                    except StorageError as error:
+                        logger.warning("session %s cannot be restored yet: %s", session.id, error.message)
+                        await asyncio.sleep(self._settings.retry_seconds)
 
     def _pass_ended(self, session: Session) -> None:
         """Step over operations that were refused, cancelled or skipped, or whose replay does nothing."""
@@ -191,19 +219,24 @@ class Lane:
     async def _execute(self, chosen: Sequence[Session]) -> None:
         """Run the heads of these sessions: one operation, or several passes as one."""
         started = time.monotonic()
+        heads = [(session, head) for session in chosen if (head := session.head) is not None and head.error is None]
+        try:
+            handle = await self.engine()
+        except Exception as error:
+            for session, operation in heads:
+                self._settle(session, operation, Outcome(error=as_ours(error, operation.id)), 0.0)
+            return
         work: list[tuple[Session, Operation, Body]] = []
-        for session in chosen:
-            operation = session.head
-            if operation is None or operation.error is not None:
-                continue
+        for session, operation in heads:
+            if session.lost:
+                continue  # with the engine before this one
             operation.started = True
             try:
-                work.append((session, operation, await self._prepare(session, operation)))
+                work.append((session, operation, await self._prepare(handle, session, operation)))
             except Exception as error:
-                self._settle(session, operation, Outcome(error=as_ours(error, operation.id)), 0.0)
+                self._end(session, operation, Outcome(error=as_ours(error, operation.id)), 0.0)
         if not work:
             return
-        handle = await self.engine()
         metered = [session for session, operation, _ in work if not operation.replay]
         for session in metered:
             self._meter.enter(handle, session.project, session.id, self.base_model)
@@ -214,19 +247,32 @@ class Lane:
                 self._meter.leave(handle, session.project, session.id, self.base_model)
         seconds = time.monotonic() - started
         for (session, operation, _), outcome in zip(work, outcomes, strict=True):
-            self._settle(session, operation, outcome, seconds)
+            self._end(session, operation, outcome, seconds)
         for session, operation, _ in work:
-            await self._maybe_snapshot(session)
+            await self._maybe_snapshot(handle, session)
             if operation.kind == "snapshot":
                 await self._shrink(handle)
 
-    async def _prepare(self, session: Session, operation: Operation) -> Body:
+    def _end(self, session: Session, operation: Operation, outcome: Outcome, seconds: float) -> None:
+        """Settle an operation, or leave it to run again because the engine ended under it."""
+        if isinstance(outcome.error, EngineLost):
+            operation.started = False
+            operation.losses += 1
+            if operation.losses < MAX_LOSSES:
+                return
+            outcome.error = EngineLost(
+                f"the engine's process ended {operation.losses} times while it ran this {operation.kind}; "
+                "it is not tried again",
+                details={"seq": operation.seq},
+            )
+        self._settle(session, operation, outcome, seconds)
+
+    async def _prepare(self, handle: EngineHandle, session: Session, operation: Operation) -> Body:
         if session.fatal is not None:
             raise session.fatal
-        handle = await self.engine()
         try:
             await self._recovery.bring_in(handle, session)
-        except StorageError:
+        except (StorageError, EngineLost):
             raise
         except TrainSessionError as error:
             session.fatal = error
@@ -273,7 +319,7 @@ class Lane:
             if operation.body is not None and operation.body.progress is not None:
                 session.progress = operation.body.progress
         advance = Advance(step=session.step, progress=session.progress)
-        completion = self._complete(session, operation, outcome, skipped, advance)
+        completion = self._completion.complete(session, operation, outcome, skipped, advance)
         task = asyncio.create_task(completion, name=f"complete {operation.id}")
         session.completions[operation.seq] = task
 
@@ -294,95 +340,26 @@ class Lane:
             )
         return skipped
 
-    async def _complete(
-        self,
-        session: Session,
-        operation: Operation,
-        outcome: Outcome,
-        skipped: Sequence[Operation],
-        advance: Advance,
-    ) -> None:
-        if outcome.later is not None:
-            try:
-                outcome = await outcome.later()
-            except Exception as error:
-                outcome = Outcome(error=as_ours(error, operation.id))
-        endings = [Ending(operation_id=other.id, state="failed", error=other.error) for other in skipped]
-        while True:
-            try:
-                result = await self._write_end(session, operation, outcome, advance, endings)
-                break
-            except StorageError as error:
-                # The result must not be lost: the engine has moved on, and nothing of it is retried.
-                logger.warning("the result of %s cannot be written yet: %s", operation.id, error.message)
-                if self._closing:
-                    return  # it is still in the log as not ended, and will run again
-                await asyncio.sleep(self._settings.retry_seconds)
-            except Exception as error:  # e.g. the row that had to exist with it could not
-                if outcome.error is not None:
-                    raise
-                outcome = Outcome(error=as_ours(error, operation.id))
-        self._outcomes.publish(result)
-        for other in skipped:
-            self._outcomes.publish(OperationResult(other.id, "failed", error=other.error))
-        self._meter.flush()
-
-    async def _write_end(
-        self,
-        session: Session,
-        operation: Operation,
-        outcome: Outcome,
-        advance: Advance,
-        endings: Sequence[Ending],
-    ) -> OperationResult:
-        if outcome.error is not None:
-            ending = Ending(operation_id=operation.id, state="failed", error=outcome.error, advance=advance)
-            await self._log.finish(ending, *endings)
-            return OperationResult(operation.id, "failed", error=outcome.error)
-        value = dict(outcome.value)
-        charged = {kind: count for kind, count in (outcome.tokens or {}).items() if count > 0}
-        if outcome.tokens is not None:
-            value["usage"] = usage_to_wire(self._meter.prices.priced(session.base_model, outcome.tokens))
-        packed = wire.pack(value)
-        stored = await self._store.keep("result", packed)
-        await self._log.finish(
-            Ending(
-                operation_id=operation.id,
-                state="done",
-                result=stored,
-                charges=self._meter.charges(session.base_model, charged),
-                payer=session.id,
-                base_model=session.base_model,
-                currency=self._meter.prices.currency,
-                refund=outcome.refund,
-                advance=advance,
-                also=outcome.also,
-            ),
-            *endings,
-        )
-        return OperationResult(operation.id, "done", value)
-
     # --- snapshots ---------------------------------------------------------------------------
 
-    async def _maybe_snapshot(self, session: Session) -> None:
+    async def _maybe_snapshot(self, handle: EngineHandle, session: Session) -> None:
         if session.resident and (
             session.snapshot_due
             or session.operations_since_snapshot >= self._settings.snapshot_every_operations
             or session.seconds_since_snapshot >= self._settings.snapshot_every_seconds
         ):
-            await self._snapshot(session)
+            await self._snapshot(handle, session)
 
-    async def _snapshot(self, session: Session) -> None:
-        assert self._handle is not None
+    async def _snapshot(self, handle: EngineHandle, session: Session) -> None:
         try:
-            await self._recovery.snapshot(self._handle, self.pool, session)
-        except StorageError as error:
+            await self._recovery.snapshot(handle, self.pool, session)
+        except (StorageError, EngineLost) as error:
             logger.warning("no snapshot of session %s: %s", session.id, error.message)
 
     async def _save(self, session: Session) -> None:
         await self._recovery.settled(session)
-        if self._unsaved(session):
-            await self._snapshot(session)
+        if self._unsaved(session) and self._handle is not None:
+            await self._snapshot(self._handle, session)
             await self._recovery.settled(session)
 
     def _unsaved(self, session: Session) -> bool:
@@ -391,5 +368,9 @@ class Lane:
     async def _shrink(self, handle: EngineHandle) -> None:
         try:
             await self.pool.shrink(handle)
-        except StorageError as error:
+        except (StorageError, EngineLost) as error:
             logger.warning("frozen weights stay in memory: %s", error.message)
+
+    async def _drop(self, handle: EngineHandle, session: Session) -> None:
+        with contextlib.suppress(EngineLost):  # then it is gone anyway
+            await handle.call("drop_adapter", session.id)

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from .. import wire
 from ..errors import NotFound, SequenceConflict, SessionClosed, SessionFenced, TrainSessionError, from_wire
 from ..store.database import Prepared
-from ..store.schema import ledger, operations, sessions
+from ..store.schema import json_type, ledger, operations, sessions
 from ..store.store import Store, Stored
 from .bodies import Body, parse_packed
 from .ids import new_id
@@ -150,6 +150,12 @@ class OperationLog:
 
         return await self._store.write(write)
 
+    async def knows(self, session: Session, request: OperationRequest) -> bool:
+        """Whether the number or the key stands for an operation already."""
+        call = {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
+        found = await self._store.read(lambda connection: _FIND.rows(connection, call))
+        return any(row[3] is not None for row in found)
+
     async def finish(self, *endings: Ending) -> None:
         """Commit how operations ended, with their ledger rows and their session's advance."""
 
@@ -268,7 +274,7 @@ _FINISH = Prepared(
     .values(
         state=sa.bindparam("new_state"),
         finished_at=sa.bindparam("now"),
-        error=sa.bindparam("new_error", type_=sa.JSON(none_as_null=True)),
+        error=sa.bindparam("new_error", type_=json_type(none_as_null=True)),
         result=sa.bindparam("new_result"),
         result_sha256=sa.bindparam("new_sha256"),
         result_blob=sa.bindparam("new_blob"),
@@ -284,7 +290,7 @@ _ADVANCE = Prepared(
         next_seq=sa.bindparam("following"),
         used_at=sa.bindparam("now"),
         step=sa.bindparam("new_step"),
-        progress=sa.bindparam("new_progress", type_=sa.JSON),
+        progress=sa.bindparam("new_progress", type_=json_type()),
     )
 )
 

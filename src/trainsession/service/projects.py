@@ -19,6 +19,8 @@ from .bodies import check_name
 
 DEFAULT_PROJECT = "default"
 """That of a service without keys; always there."""
+MAX_LIMIT = 2**53
+"""What a JSON reader of any kind still takes for the same number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +117,23 @@ def unknown_project(name: str) -> NotFound:
 
 @functools.lru_cache(maxsize=1024)
 def _effective(own: str | None) -> Limits:
-    return LIMITS if own is None else replace(LIMITS, **json.loads(own))
+    """Of what other versions wrote only that which is a limit here; a reader must not fail on the rest."""
+    values: Mapping[str, Any] = json.loads(own) if own is not None else {}
+    known = {
+        limit: min(value, LIMITS.max_body_bytes if limit == "max_body_bytes" else MAX_LIMIT)
+        for limit, value in values.items()
+        if limit in PROJECT_LIMITS and isinstance(value, int) and value >= 1
+    }
+    return replace(LIMITS, **known)
 
 
 def _project(row: Any) -> ProjectInfo:
     own = row.limits or {}
+    effective = _effective(json.dumps(own))
     return ProjectInfo(
         project=row.id,
         created_at=row.created_at,
-        limits={limit: own.get(limit, getattr(LIMITS, limit)) for limit in PROJECT_LIMITS},
+        limits={limit: getattr(effective, limit) for limit in PROJECT_LIMITS},
         own_limits=own,
     )
 
@@ -134,8 +144,8 @@ def _check(limit: str, value: int | None) -> None:
             f"no limit {limit!r} can be set for a project; these can: {', '.join(PROJECT_LIMITS)}",
             details={"key": limit},
         )
-    if value is not None and value < 1:
-        raise InvalidRequest(f"{limit}: expected at least 1, got {value}", details={"key": limit})
+    if value is not None and not 1 <= value <= MAX_LIMIT:
+        raise InvalidRequest(f"{limit}: expected at least 1 and at most {MAX_LIMIT}", details={"key": limit})
     if value is not None and limit == "max_body_bytes" and value > LIMITS.max_body_bytes:
         # A body is measured against the service's own bound before it is known whose it is.
         raise InvalidRequest(

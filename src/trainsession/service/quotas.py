@@ -64,15 +64,11 @@ class Quotas:
         self._entering: Counter[str] = Counter()
         self._samples: Counter[str] = Counter()
 
-    @contextmanager
-    def entering(self, project: str, waiting: int, limits: Limits) -> Iterator[None]:
-        """While one operation is being accepted: others that arrive meanwhile see its place taken.
+    def check_queued(self, project: str, waiting: int, limits: Limits) -> None:
+        """Raise `RateLimited` where a project has no place left for one more operation.
 
         Args:
             waiting: Accepted operations of the project that have not ended.
-
-        Raises:
-            RateLimited: no place is free.
         """
         bound = limits.max_queued_operations
         if waiting + self._entering[project] >= bound:
@@ -80,6 +76,10 @@ class Quotas:
                 f"the project has {bound} operations waiting (limit max_queued_operations); fetch some results first",
                 details={"limit": "max_queued_operations", "bound": bound},
             )
+
+    @contextmanager
+    def entering(self, project: str) -> Iterator[None]:
+        """While one operation is being accepted: others that arrive meanwhile see its place taken."""
         self._entering[project] += 1
         try:
             yield

@@ -17,12 +17,12 @@ import sqlalchemy as sa
 from .. import wire
 from ..engine import checkpoint as formats
 from ..engine.api import AdapterState, EngineHandle
-from ..errors import CheckpointMismatch, StorageError
+from ..errors import CheckpointMismatch, StorageError, from_wire
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
 from .checkpoints import Checkpoints
 from .frozen import FrozenPool
-from .session import Session
+from .session import Operation, Session
 
 logger = logging.getLogger(__name__)
 _KEPT_FORWARDS = 64
@@ -109,6 +109,59 @@ class Recovery:
         session.snapshot_due = False
         before = [task for number, task in session.completions.items() if number <= seq]
         session.snapshot_task = asyncio.create_task(self._write(session, seq, window, state, before))
+
+    async def queue(self, session: Session, ended_before: int | None = None) -> list[Operation]:
+        """Let the session's queue start behind its newest snapshot.
+
+        Args:
+            ended_before: Take up operations from the log only below this number; default: all.
+
+        Returns:
+            Those of them that have not ended.
+        """
+        newest = (
+            sa.select(internal_snapshots.c.seq, internal_snapshots.c.window)
+            .where(internal_snapshots.c.session_id == session.id)
+            .order_by(internal_snapshots.c.seq.desc())
+            .limit(1)
+        )
+        columns = (operations.c.id, operations.c.seq, operations.c.kind, operations.c.state, operations.c.tokens)
+        query = sa.select(*columns, operations.c.error).where(operations.c.session_id == session.id)
+        if ended_before is not None:
+            query = query.where(operations.c.seq < ended_before)
+
+        def read(connection: sa.Connection) -> tuple[Any, list[Any]]:
+            snapshot = connection.execute(newest).one_or_none()
+            covered = 0 if snapshot is None else snapshot.seq
+            return snapshot, list(connection.execute(query.where(operations.c.seq > covered)))
+
+        snapshot, rows = await self._store.read(read)
+        session.next_run = 1 if snapshot is None else snapshot.seq + 1
+        session.incomplete = snapshot is not None and snapshot.window == "incomplete"
+        queued: list[Operation] = []
+        for row in rows:
+            operation = session.pending[row.seq] = Operation(
+                id=row.id,
+                seq=row.seq,
+                kind=row.kind,
+                tokens=row.tokens,
+                replay=row.state == "done",
+                error=from_wire(row.error or {}) if row.state in ("failed", "cancelled") else None,
+            )
+            if row.state == "queued":
+                queued.append(operation)
+        replays = [seq for seq, operation in session.pending.items() if operation.replay]
+        session.replayed_until = max(replays, default=0) + 1
+        session.count_replays(len(replays))
+        return queued
+
+    async def rewind(self, session: Session) -> None:
+        """After its engine is gone: run again what the newest snapshot does not hold."""
+        await self.settled(session)
+        await self.queue(session, ended_before=session.next_run)
+        session.operations_since_snapshot = 0
+        session.seconds_since_snapshot = 0.0
+        session.lost = False
 
     async def settled(self, session: Session) -> None:
         """Wait until everything that ran, and its snapshot, is on disk."""

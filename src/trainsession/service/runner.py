@@ -182,7 +182,7 @@ class Runner:
         # A replay in inexact arithmetic would make other weights under the frozen ones' name.
         if not self._pool.holds(operation.id) and (not operation.replay or self._handle.info.exact):
             await self._handle.call("freeze", session.id, operation.id)
-            self._pool.added(Weights(operation.id, session.project, session.id))
+            self._pool.added(self._handle, Weights(operation.id, session.project, session.id))
         return Outcome(value={"weights": {"operation_id": operation.id}})
 
     async def _load_state(self, session: Session, params: Mapping[str, Any]) -> Outcome:
@@ -315,4 +315,6 @@ def ready_of(session: Session) -> Ready | None:
     if operation is None or len(session.completions) >= _MAX_UNFINISHED:
         return None
     passes = is_pass(operation)
-    return Ready(session.project, session.id, max(1, operation.tokens) if passes else 0, mergeable=passes)
+    tokens = max(1, operation.tokens) if passes else 0
+    # One under which the engine ended runs alone: others must not pay if it does so again.
+    return Ready(session.project, session.id, tokens, mergeable=passes and not operation.losses)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import wire
 from ..engine.api import EngineHandle, EngineInfo, SampleEvent, SampleItem
-from ..errors import PermissionDenied, PromptTooLong
+from ..errors import EngineLost, PermissionDenied, PromptTooLong
 from ..types import SampledSequence, SampleResponse, Usage
 from .bodies import check_ids
 from .ids import new_seed
@@ -37,11 +37,60 @@ class SampleRun:
     topk: list[list[list[tuple[int, float]]]] = field(default_factory=list)
     reasons: list[Any] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    watched: bool = False
+    """Somebody reads it as a stream: what was drawn once must not change."""
+    diverged: bool = False
+    """Drawn again for a stream, it came out otherwise."""
+    losses: int = 0
+    """Times that the engine's process ended while it drew this."""
+    _known: list[int] = field(default_factory=list)
+    """By sample, tokens of an earlier engine that this one has not drawn again yet."""
 
     def __post_init__(self) -> None:
         n = self.request.num_samples
         self.tokens, self.logprobs, self.topk = ([[] for _ in range(n)] for _ in range(3))
         self.reasons, self.texts = [None] * n, [""] * n
+        self._known = [0] * n
+
+    def draw_again(self) -> None:
+        """Another engine starts from the prompt. What a stream has shown stays, and is compared."""
+        self.losses += 1
+        if self.watched:
+            self._known = [len(tokens) for tokens in self.tokens]
+        else:
+            self.frames.clear()
+            self.__post_init__()
+
+    def redraws_otherwise(self, event: SampleEvent) -> bool:
+        """Whether these tokens are to continue a stream that showed others in their place."""
+        known = self._known[event.index]
+        if not known:
+            return False
+        at = len(self.tokens[event.index]) - known
+        return self.tokens[event.index][at : at + len(event.tokens)] != event.tokens
+
+    def draw(self, event: SampleEvent) -> None:
+        """Add what the engine drew, unless it drew it before."""
+        index = event.index
+        if self._known[index]:
+            self._known[index] -= len(event.tokens)
+            return
+        self.tokens[index].extend(event.tokens)
+        self.logprobs[index].extend(event.logprobs)
+        self.topk[index].extend(event.topk)
+        if event.stop_reason is not None:
+            self.reasons[index] = event.stop_reason
+            self.texts[index] = event.text
+        frame: dict[str, Any] = {
+            "index": index,
+            "tokens": event.tokens,
+            "logprobs": event.logprobs,
+            "text_delta": event.text_delta,
+            "stop_reason": event.stop_reason,
+        }
+        if self.request.topk_logprobs:
+            frame["topk"] = event.topk
+        self.frame(frame)
 
     def frame(self, frame: dict[str, Any]) -> None:
         self.frames.append(frame)
@@ -64,6 +113,15 @@ class SampleRun:
             topk_prompt_logprobs=end.topk_prompt_logprobs,
             usage=usage,
         )
+
+
+def diverged(run: SampleRun) -> EngineLost:
+    """The end of a stream whose sample came out otherwise when it was drawn again."""
+    return EngineLost(
+        "the engine's process ended while this sample was streamed, and drew other tokens when it was run again "
+        "(outside exact mode it may): the stream cannot be continued. Nothing is charged; ask again",
+        details={"operation_id": run.id},
+    )
 
 
 def fit(info: EngineInfo, request: SampleRequest) -> SampleRequest:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,21 @@ import sqlalchemy as sa
 
 from .. import wire
 from ..engine.api import EngineHandle, SampleEvent
-from ..errors import Cancelled, NotFound, StorageError, TrainSessionError
+from ..errors import (
+    Cancelled,
+    EngineLost,
+    LimitExceeded,
+    NotFound,
+    RateLimited,
+    StorageError,
+    TrainSessionError,
+)
 from ..limits import LIMITS
 from ..store.schema import operations
 from ..store.store import Store
 from .ids import new_id
 from .keys import SamplesOf
+from .lane import MAX_LOSSES
 from .log import SAMPLE, Ending, OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
@@ -27,13 +37,15 @@ from .projects import Projects
 from .quotas import Quotas
 from .requests import OperationResult, SampleRequest
 from .runner import as_ours
-from .sample_run import SampleRun, fit, item_of, pack_sample, paid_by, position_of, unpack_sample, with_seed
+from .sample_run import SampleRun, diverged, fit, item_of, pack_sample, paid_by, position_of, unpack_sample, with_seed
 from .settings import Settings
 from .weights import WeightsResolver, WeightsSource
 
 logger = logging.getLogger(__name__)
 _REMEMBERED = 256
 """Finished samples whose stream can be replayed from memory."""
+_CANCEL_SECONDS = 5.0
+"""A closing service waits so long for cancelled samples; they end within a decode step."""
 
 
 class Samples:
@@ -72,14 +84,11 @@ class Samples:
         """Accept all requests in one commit, or none.
 
         Raises:
-            InvalidRequest, NotFound: what the engine could not run, as far as it is known yet.
-            PermissionDenied: not ``only`` of that session.
+            InvalidRequest, NotFound: what the engine could not run. PermissionDenied: not ``only``'s.
             RateLimited: the project has as many under way, or used as many tokens, as it may.
         """
         LIMITS.check("max_prompts", len(requests), "requests")
-        limits = await self._projects.limits(project)
-        self._quotas.tokens.check(project, limits.max_tokens_per_minute)
-        self._quotas.take_samples(project, len(requests), limits)
+        taken = await self._take_places(project, len(requests), key)
         runs: list[SampleRun] = []
         try:
             if only is not None and only.session_id is not None:
@@ -89,10 +98,24 @@ class Samples:
                 source = await self._resolver.resolve(project, weights)
             runs, ids = await self._accept(project, source, weights, requests, key)
         finally:
-            self._quotas.count_samples(project, len(runs) - len(requests))
+            self._quotas.count_samples(project, len(runs) - taken)
         self._start(source, runs)
         self._quotas.tokens.spend(project, sum(int(run.request.prompt.size) for run in runs))
         return ids
+
+    async def _take_places(self, project: str, count: int, key: str) -> int:
+        """How many were taken: none for a retry that would be refused, which is answered like its first time."""
+        limits = await self._projects.limits(project)
+        try:
+            self._quotas.tokens.check(project, limits.max_tokens_per_minute)
+            self._quotas.take_samples(project, count, limits)
+        except (RateLimited, LimitExceeded):
+            mine = (operations.c.project == project, operations.c.scope == SAMPLE)
+            query = sa.select(operations.c.id).where(*mine, operations.c.idempotency_key == f"{key}/0")
+            if not key or await self._store.read(lambda connection: connection.execute(query).first()) is None:
+                raise
+            return 0
+        return count
 
     async def _accept(
         self,
@@ -177,14 +200,14 @@ class Samples:
     async def _feed(self, source: WeightsSource, runs: Sequence[SampleRun]) -> None:
         """Wait for the weights, then hand the requests to the engine."""
         try:
-            handle, weights = await self._resolver.prepare(source, len(runs))
+            handle, releases = await self._resolver.prepare(source, len(runs))
         except Exception as error:
             for run in runs:
                 if not self._closing:
-                    self._spawn(self._fail(run, as_ours(error, run.id)))
+                    self._ended_with(run, source, as_ours(error, run.id))
             return
-        for run in runs:
-            release = self._releaser(run, handle, lambda: source.lane.pool.release(weights))
+        for run, unpin in zip(runs, releases, strict=True):
+            release = self._releaser(run, handle, unpin)
             if run.cancelled or self._closing:
                 release()
                 continue
@@ -196,7 +219,7 @@ class Samples:
                 continue
             run.handle = handle
             self._meter.enter(handle, run.project, run.payer, run.lane.base_model)
-            handle.sample(item_of(run, request, weights.key), self._listener(run, handle, release))
+            handle.sample(item_of(run, request, source.weights.key), self._listener(run, source, release))
 
     def _releaser(self, run: SampleRun, handle: EngineHandle, release: Callable[[], None]) -> Callable[[], None]:
         def once() -> None:
@@ -208,31 +231,40 @@ class Samples:
         return once
 
     def _listener(
-        self, run: SampleRun, handle: EngineHandle, release: Callable[[], None]
+        self, run: SampleRun, source: WeightsSource, release: Callable[[], None]
     ) -> Callable[[SampleEvent], None]:
         def on_event(event: SampleEvent) -> None:
-            if event.done:
-                release()
-                if not self._closing:
-                    self._spawn(self._fail(run, event.error) if event.error else self._finish(run, event))
+            if not event.done:
+                if run.redraws_otherwise(event):
+                    run.diverged = True
+                    if run.handle is not None:
+                        run.handle.cancel(run.id)
+                elif not run.diverged:
+                    run.draw(event)
                 return
-            run.tokens[event.index].extend(event.tokens)
-            run.logprobs[event.index].extend(event.logprobs)
-            run.topk[event.index].extend(event.topk)
-            if event.stop_reason is not None:
-                run.reasons[event.index] = event.stop_reason
-                run.texts[event.index] = event.text
-            run.frame(
-                {
-                    "index": event.index,
-                    "tokens": event.tokens,
-                    "logprobs": event.logprobs,
-                    "text_delta": event.text_delta,
-                    "stop_reason": event.stop_reason,
-                }
-            )
+            release()
+            if self._closing:
+                return
+            if run.diverged:
+                self._spawn(self._fail(run, diverged(run)))
+            elif event.error is not None:
+                self._ended_with(run, source, event.error)
+            else:
+                self._spawn(self._finish(run, event))
 
         return on_event
+
+    def _ended_with(self, run: SampleRun, source: WeightsSource, error: TrainSessionError) -> None:
+        """Fail, or draw again where nothing but the engine's process was at fault."""
+        if not isinstance(error, EngineLost):
+            self._spawn(self._fail(run, error))
+        elif run.cancelled:
+            self._spawn(self._finish(run, SampleEvent(request_id=run.id, done=True)))
+        elif run.losses + 1 >= MAX_LOSSES:
+            self._spawn(self._fail(run, error))
+        else:
+            run.draw_again()
+            self._spawn(self._feed(source, [run]))
 
     # --- ends --------------------------------------------------------------------------------
 
@@ -309,6 +341,7 @@ class Samples:
                 yield frame
             return
         position = after
+        run.watched = True
         while True:
             while position < len(run.frames):
                 yield run.frames[position]
@@ -328,18 +361,22 @@ class Samples:
             return
         if "sequences" not in result.value or after:
             raise NotFound(f"the stream of {operation_id} is over; fetch its result")
-        for index, sequence in enumerate(result.value["sequences"]):
-            yield {
+        for index, sequence in enumerate(wire.samples_from_wire(result.value).sequences):
+            frame: dict[str, Any] = {
                 "index": index,
-                "tokens": sequence["tokens"].tolist(),
-                "logprobs": sequence["logprobs"].tolist(),
-                "text_delta": sequence["text"],
-                "stop_reason": sequence["stop_reason"],
+                "tokens": sequence.tokens,
+                "logprobs": sequence.logprobs,
+                "text_delta": sequence.text,
+                "stop_reason": sequence.stop_reason,
             }
+            if sequence.topk_logprobs is not None:
+                frame["topk"] = sequence.topk_logprobs
+            yield frame
         yield {"done": True, "usage": result.value["usage"]}
 
     async def close(self) -> None:
         """Stop drawing; unfinished samples stay in the log and are drawn again by the next process."""
+        await self._let_cancelled_end()
         self._closing = True
         for run in self._runs.values():
             if run.handle is not None:
@@ -347,6 +384,15 @@ class Samples:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _let_cancelled_end(self) -> None:
+        """What was cancelled has the tokens that it has: the next process must not draw it to its length."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CANCEL_SECONDS):
+                for run in [run for run in self._runs.values() if run.cancelled]:
+                    while not run.ended:
+                        run.changed.clear()
+                        await run.changed.wait()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

@@ -18,9 +18,9 @@ from ..limits import Limits
 from ..store.store import Store
 from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, UsageReport
 from . import metrics_log
+from .base_samplers import BaseSamplers
 from .bodies import check_name
-from .checkpoints import Checkpoints, Origin
-from .ids import new_id
+from .checkpoints import Checkpoints
 from .janitor import Janitor
 from .keys import Keys, SamplesOf
 from .lane import Lane
@@ -65,6 +65,7 @@ class Service:
         self.projects = Projects(store.database)
         quotas = Quotas()
         self._sessions = Sessions(store, host, self._checkpoints, self._outcomes, self.projects, self._lane_of)
+        self._base_samplers = BaseSamplers(self._sessions, host)
         resolver = WeightsResolver(store, host, self._checkpoints, self._sessions, self._outcomes, self._lane_of)
         self._samples = Samples(
             store, self._log, self._outcomes, self._meter, resolver, self.projects, quotas, settings
@@ -78,23 +79,32 @@ class Service:
 
     @classmethod
     async def open(
-        cls, home: Path, host: EngineHost, *, prices: Path | None = None, settings: Settings | None = None
+        cls,
+        home: Path,
+        host: EngineHost,
+        *,
+        database: str | None = None,
+        prices: Path | None = None,
+        settings: Settings | None = None,
     ) -> Self:
         """Open (or create) the home's database and take up what an earlier process left.
 
         Args:
             home: Directory of the database and blobs; made if missing (0700).
             host: Where engines come from; the service closes it.
+            database: URL of a PostgreSQL database; default: a file in the home.
             prices: A price table in TOML; default: ``prices.toml`` in the home, or the packaged example prices.
             settings: Times and bounds; default: `Settings()`.
 
         Raises:
-            StorageError: the home is not writable.
-            IncompatibleVersion: the database was written by a newer version.
+            StorageError: the home is not writable, or the database out of reach.
+            IncompatibleVersion: the database was written by a newer version, or it is on a server and was
+                written by an older one.
+            InvalidRequest: ``database`` is no such URL.
         """
         own = home / "prices.toml"
         table = PriceTable.load(prices or (own if own.exists() else EXAMPLE_PRICES))
-        store = await asyncio.to_thread(Store, home)
+        store = await asyncio.to_thread(Store, home, database)
         service = cls(home, store, host, table, settings or Settings())
         try:
             await service._sessions.load_unfinished()
@@ -193,6 +203,11 @@ class Service:
         """Rows ``{"step", "time", "metrics"}``, oldest first."""
         await self._sessions.info(project, session_id)
         return await metrics_log.read(self.store, session_id)
+
+    async def base_sampler(self, project: str, base_model: str) -> SessionInfo:
+        """The session that pays for a base model's samples where the caller names none; see `BaseSamplers.of`."""
+        self._check_open()
+        return await self._base_samplers.of(project, base_model)
 
     # --- operations --------------------------------------------------------------------------
 
@@ -327,22 +342,7 @@ class Service:
         check_name(name)
         base_model = await asyncio.to_thread(self._host.resolve, base_model)
         state = await self.store.in_thread(formats.adapter_from_peft, files)
-        session_id = new_id("s")
-        origin = Origin(
-            project=project,
-            session_id=session_id,
-            base_model=base_model,
-            base_identity=state.base_identity,
-            lora=state.config,
-        )
-        # Written anew: only what was understood is kept.
-        published = await self._checkpoints.publish(
-            origin, "weights", formats.adapter_to_peft(state, base_model), name=name
-        )
-        await self._sessions.record_closed(
-            project, session_id, base_model, f"import of {name}", state.config, published.insert
-        )
-        return SaveWeightsResponse(published.path, published.size_bytes)
+        return await self._sessions.record_import(project, base_model, name, state)
 
     async def usage(self, project: str | None, session_id: str | None = None, **fields: Any) -> UsageReport:
         """Tokens, cost and time up to now; see `UsageQuery` for ``fields``."""
@@ -377,6 +377,7 @@ class Service:
                 self._checkpoints,
                 self._settings,
                 self._scratch,
+                self.telemetry.engine_restarted,
             )
         return lane
 

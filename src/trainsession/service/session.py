@@ -37,6 +37,8 @@ class Operation:
     error: TrainSessionError | None = None
     """It was refused, cancelled or skipped: it only has to be passed."""
     started: bool = False
+    losses: int = 0
+    """Times that the engine's process ended while it ran this."""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,8 @@ class Session:
     """Part of the accumulation window failed."""
     resident: bool = False
     """The engine holds the adapter, as of operation ``next_run - 1``."""
+    lost: bool = False
+    """An engine that held it is gone: nothing runs before `Recovery.rewind`."""
     fatal: TrainSessionError | None = None
     """Why nothing of this session can run, e.g. its adapter does not fit the model."""
     kept: dict[int, KeptForward] = field(default_factory=dict)
@@ -93,6 +97,8 @@ class Session:
     snapshot_due: bool = False
     snapshot_task: asyncio.Task[None] | None = None
     replays_left: int = 0
+    replayed_until: int = 0
+    """The number behind the last one that is run again after a restart."""
     replayed: asyncio.Event = field(default_factory=_set_event)
     """Cleared while operations are run again after a restart."""
     used_at: float = field(default_factory=time.time)
@@ -101,6 +107,16 @@ class Session:
     def head(self) -> Operation | None:
         """The operation that is next, if it has arrived."""
         return self.pending.get(self.next_run)
+
+    @property
+    def first_new(self) -> int:
+        """The first number that has yet to run for the first time."""
+        return max(self.next_run, self.replayed_until)
+
+    @property
+    def num_new(self) -> int:
+        """Operations that wait or run for the first time."""
+        return len(self.pending) if not self.replays_left else sum(seq >= self.first_new for seq in self.pending)
 
     @property
     def next_seq(self) -> int:
@@ -122,14 +138,26 @@ class Session:
     def idle(self) -> bool:
         return not self.pending and not self.completions
 
+    def lose(self) -> None:
+        """The engine is gone, and what it held of this session with it."""
+        if self.resident:
+            self.resident, self.lost = False, True
+            self.kept.clear()
+            self.replayed.clear()
+
     def passed(self, operation: Operation) -> None:
         """The engine is behind this operation now."""
         del self.pending[operation.seq]
         self.next_run = operation.seq + 1
         if operation.replay:
-            self.replays_left -= 1
-            if self.replays_left == 0:
-                self.replayed.set()
+            self.count_replays(self.replays_left - 1)
+
+    def count_replays(self, left: int) -> None:
+        self.replays_left = left
+        if left:
+            self.replayed.clear()
+        else:
+            self.replayed.set()
 
     def info(self) -> SessionInfo:
         return SessionInfo(

@@ -12,20 +12,22 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..engine.api import EngineHost
-from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, SequenceConflict, SessionClosed, from_wire
+from ..engine import checkpoint as formats
+from ..engine.api import AdapterState, EngineHost
+from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, SequenceConflict, SessionClosed
 from ..limits import LIMITS, Limits
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
-from ..types import LoraConfig, SessionInfo
-from .checkpoints import Checkpoints
+from ..types import LoraConfig, SaveWeightsResponse, SessionInfo
+from .checkpoints import Checkpoints, Origin
 from .ids import new_id, new_seed
 from .lane import Lane
 from .outcomes import Outcomes
 from .projects import Projects
+from .recovery import Recovery
 from .requests import Attached, CreateSession
 from .runner import check_loadable
-from .session import Operation, Session
+from .session import Session
 
 
 class Sessions:
@@ -50,6 +52,7 @@ class Sessions:
         self._checkpoints = checkpoints
         self._outcomes = outcomes
         self._lane_of = lane_of
+        self._recovery = Recovery(store, checkpoints)
         self._live: dict[str, Session] = {}
         self._loading = asyncio.Lock()
 
@@ -120,26 +123,28 @@ class Sessions:
             self._lane_of(base_model).preload()
         return await self.info(project, session_id), epoch
 
-    async def record_closed(
-        self,
-        project: str,
-        session_id: str,
-        base_model: str,
-        name: str,
-        lora: LoraConfig,
-        also: Callable[[sa.Connection], None],
-    ) -> None:
-        """A session that only owns an imported checkpoint, which ``also`` inserts with it."""
-        now = time.time()
+    async def record_import(self, project: str, base_model: str, name: str, state: AdapterState) -> SaveWeightsResponse:
+        """A closed session that only owns the ``weights`` checkpoint which is made of an adapter from elsewhere."""
+        session_id, now = new_id("s"), time.time()
+        origin = Origin(
+            project=project,
+            session_id=session_id,
+            base_model=base_model,
+            base_identity=state.base_identity,
+            lora=state.config,
+        )
+        # Written anew: only what was understood is kept.
+        files = formats.adapter_to_peft(state, base_model)
+        published = await self._checkpoints.publish(origin, "weights", files, name=name)
         values = {
             "id": session_id,
             "project": project,
             "kind": "sampler",
             "base_model": base_model,
-            "lora": lora.to_wire(),
+            "lora": state.config.to_wire(),
             "state": "closed",
             "on_failure": "continue",
-            "name": name,
+            "name": f"import of {name}",
             "tags": [],
             "metadata": {},
             "request_hash": "",
@@ -155,9 +160,10 @@ class Sessions:
 
         def write(connection: sa.Connection) -> None:
             connection.execute(sa.insert(sessions).values(**values))
-            also(connection)
+            published.insert(connection)
 
         await self._store.write(write)
+        return SaveWeightsResponse(published.path, published.size_bytes)
 
     async def info(self, project: str, session_id: str) -> SessionInfo:
         live = self._live.get(session_id)
@@ -260,45 +266,16 @@ class Sessions:
         )
 
     def unfinished(self, project: str) -> int:
-        """Operations of the project that wait or run."""
-        return sum(len(session.pending) for session in self._live.values() if session.project == project)
+        """Operations of the project that wait or run; not those that run again after a restart."""
+        return sum(session.num_new for session in self._live.values() if session.project == project)
 
     async def _load(self, project: str, session_id: str) -> Session:
         row = await self._row(project, session_id)
         if row["state"] == "closed":
             raise SessionClosed(f"session {session_id} is closed", details={"session_id": session_id})
         session = _session(row)
-        newest = (
-            sa.select(internal_snapshots.c.seq, internal_snapshots.c.window)
-            .where(internal_snapshots.c.session_id == session_id)
-            .order_by(internal_snapshots.c.seq.desc())
-            .limit(1)
-        )
-        columns = (operations.c.id, operations.c.seq, operations.c.kind, operations.c.state, operations.c.tokens)
-        query = sa.select(*columns, operations.c.error).where(operations.c.session_id == session_id)
-
-        def read(connection: sa.Connection) -> tuple[Any, list[Any]]:
-            snapshot = connection.execute(newest).one_or_none()
-            covered = 0 if snapshot is None else snapshot.seq
-            return snapshot, list(connection.execute(query.where(operations.c.seq > covered)))
-
-        snapshot, rows = await self._store.read(read)
-        session.next_run = 1 if snapshot is None else snapshot.seq + 1
-        session.incomplete = snapshot is not None and snapshot.window == "incomplete"
-        for found in rows:
-            session.pending[found.seq] = Operation(
-                id=found.id,
-                seq=found.seq,
-                kind=found.kind,
-                tokens=found.tokens,
-                replay=found.state == "done",
-                error=from_wire(found.error or {}) if found.state in ("failed", "cancelled") else None,
-            )
-            session.replays_left += found.state == "done"
-            if found.state == "queued":
-                self.expect(session, found.id, found.seq)
-        if session.replays_left:
-            session.replayed.clear()
+        for operation in await self._recovery.queue(session):
+            self.expect(session, operation.id, operation.seq)
         self._live[session_id] = session
         self._lane_of(session.base_model).add(session)
         return session

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..errors import InvalidRequest, RateLimited
+from ..limits import Limits
 from ..store.store import Store
 from .bodies import TRAINING_KINDS, Body, pack_request, parse_body
 from .lane import Lane
@@ -44,16 +45,30 @@ class Submission:
         session = await self._sessions.live(project, session_id)
         check_epoch(session.epoch, request.epoch)
         limits = await self._projects.limits(project)
-        if request.kind in TRAINING_KINDS:
-            self._quotas.tokens.check(project, limits.max_tokens_per_minute)
-        if request.seq is not None and request.seq >= session.next_run + limits.max_queued_operations:
-            raise RateLimited(
-                f"sequence number {request.seq} is more than {limits.max_queued_operations} (limit "
-                f"max_queued_operations) ahead of {session.next_run}",
-                details={"limit": "max_queued_operations", "bound": limits.max_queued_operations},
-            )
-        with self._quotas.entering(project, self._sessions.unfinished(project), limits):
+        try:
+            self._check_limits(session, request, limits)
+        except RateLimited:
+            if not await self._log.knows(session, request):  # a retry is answered like its first time
+                raise
+        with self._quotas.entering(project):
             return await self._accept(session, request)
+
+    def _check_limits(self, session: Session, request: OperationRequest, limits: Limits) -> None:
+        if request.kind in TRAINING_KINDS:
+            self._quotas.tokens.check(session.project, limits.max_tokens_per_minute)
+        bound = limits.max_queued_operations
+        if request.seq is not None and request.seq >= session.first_new + bound:
+            raise RateLimited(
+                f"sequence number {request.seq} is more than {bound} (limit max_queued_operations) ahead of "
+                f"{session.first_new}",
+                details={"limit": "max_queued_operations", "bound": bound},
+            )
+        try:
+            self._quotas.check_queued(session.project, self._sessions.unfinished(session.project), limits)
+        except RateLimited:
+            # What others wait for takes no place of theirs: if it had to wait for one, none would ever be free.
+            if request.kind != "skip" and not _closes_gap(session, request.seq):
+                raise
 
     async def _accept(self, session: Session, request: OperationRequest) -> tuple[str, int]:
         lane = self._lane_of(session.base_model)
@@ -94,3 +109,8 @@ class Submission:
             error.details.setdefault("operation_id", accepted.operation_id)
             raise error
         return accepted.operation_id, accepted.seq
+
+
+def _closes_gap(session: Session, seq: int | None) -> bool:
+    """Whether accepted operations of the session wait for this number before all others."""
+    return seq is not None and seq <= session.next_seq and max(session.pending, default=0) > seq

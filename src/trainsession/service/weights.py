@@ -13,7 +13,7 @@ from ..engine.api import EngineHandle, EngineHost
 from ..errors import CheckpointMismatch, InvalidRequest, NotFound, PermissionDenied, SessionClosed
 from ..store.schema import frozen_weights, operations, sessions
 from ..store.store import Store
-from .checkpoints import Checkpoints, live_session
+from .checkpoints import Checkpoints, live_session, named_snapshot
 from .frozen import Weights
 from .lane import Lane
 from .outcomes import Outcomes
@@ -64,14 +64,7 @@ class WeightsResolver:
 
     async def resolve(self, project: str, weights: Mapping[str, Any]) -> WeightsSource:
         """Raises `InvalidRequest`, `UnknownModel`, `NotFound` or `CheckpointMismatch`."""
-        if len(weights) != 1 or not set(weights) <= {"base_model", "path", "operation_id"}:
-            raise InvalidRequest(
-                f"weights: expected one of base_model, path, operation_id, got {sorted(weights)}",
-                details={"key": "weights"},
-            )
-        (kind, value), *_ = weights.items()
-        if not isinstance(value, str):
-            raise InvalidRequest(f"weights: {kind} must be a string, got {value!r}", details={"key": "weights"})
+        kind, value = _one_of(weights)
         if kind == "base_model":
             name = await asyncio.to_thread(self._host.resolve, value)
             return WeightsSource(lane=self._lane_of(name), weights=Weights(None, project))
@@ -80,6 +73,13 @@ class WeightsResolver:
         session_id = live_session(value)
         if session_id is not None:
             return await self._snapshot(project, await self._newest_snapshot(project, session_id))
+        snapshot = named_snapshot(value)
+        if snapshot is not None:
+            session_id, operation_id = snapshot
+            source = await self._snapshot(project, operation_id)
+            if source.session_id != session_id:
+                raise NotFound(f"session {session_id} has no snapshot {operation_id}", details={"path": value})
+            return source
         row = await self._checkpoints.find(project, value)
         if row.kind != "weights":
             raise CheckpointMismatch(
@@ -102,9 +102,10 @@ class WeightsResolver:
             f"this key can only sample session {session_id}; weights: {dict(weights)} is nothing of it",
             details={"session_id": session_id},
         )
+        _one_of(weights)
         try:
             source = await self.resolve(project, weights)
-        except (NotFound, CheckpointMismatch):
+        except (NotFound, CheckpointMismatch, InvalidRequest):  # each of them says what there is
             raise denied from None
         if source.session_id is None:
             session = await self._sessions.info(project, session_id)
@@ -125,8 +126,8 @@ class WeightsResolver:
             operation_id=operation_id,
         )
 
-    async def prepare(self, source: WeightsSource, pins: int) -> tuple[EngineHandle, Weights]:
-        """The engine with these weights in it, pinned ``pins`` times.
+    async def prepare(self, source: WeightsSource, pins: int) -> tuple[EngineHandle, list[Callable[[], None]]]:
+        """The engine with these weights in it, pinned ``pins`` times; what releases each pin.
 
         Raises:
             TrainSessionError: that of the snapshot operation, or `SnapshotLost`.
@@ -139,9 +140,7 @@ class WeightsResolver:
         handle = await source.lane.engine()
         if source.operation_id is not None and not source.lane.pool.holds(source.operation_id):
             await self._replay(source)
-        for _ in range(pins):
-            await source.lane.pool.acquire(handle, weights)
-        return handle, weights
+        return handle, [await source.lane.pool.acquire(handle, weights) for _ in range(pins)]
 
     async def check_payers(self, project: str, session_ids: set[str]) -> None:
         """Raise `NotFound` for a session that is not the project's."""
@@ -191,3 +190,16 @@ class WeightsResolver:
         if operation_id is None:
             raise NotFound(f"session {session_id} has no snapshot in this project")
         return operation_id
+
+
+def _one_of(weights: Mapping[str, Any]) -> tuple[str, str]:
+    """What kind of weights is asked for, and which. Raises `InvalidRequest`."""
+    if len(weights) != 1 or not set(weights) <= {"base_model", "path", "operation_id"}:
+        raise InvalidRequest(
+            f"weights: expected one of base_model, path, operation_id, got {sorted(weights)}",
+            details={"key": "weights"},
+        )
+    (kind, value), *_ = weights.items()
+    if not isinstance(value, str):
+        raise InvalidRequest(f"weights: {kind} must be a string, got {value!r}", details={"key": "weights"})
+    return kind, value

@@ -1,16 +1,16 @@
-"""One SQLite file: a single writer thread that commits in groups, and readers beside it.
+"""A database: a single writer thread that commits in groups, and readers beside it.
 
 A write is a function of a connection. The writer runs all functions that wait in one transaction,
 each in its own savepoint, so that one fsync makes many of them durable and one that fails takes
-no other with it.
+no other with it. A function may be run more than once; what it did before was rolled back then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
-import sqlite3
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,17 +19,21 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import event, exc
-from sqlalchemy.dialects import sqlite
 
-from ..errors import ServiceUnavailable, StorageError
+from ..errors import DatabaseUnavailable, NotFound, ServiceUnavailable, StorageError
+from .backend import Address, Backend, Verdict, backend_of, parse_address
 from .upgrade import prepare
 
 T = TypeVar("T")
 WriteFunction = Callable[[sa.Connection], T]
-DATABASE_FILE = "service.db"
 _MAX_GROUP = 1024
 """Write functions in one transaction."""
+_PAUSES = (0.05, 0.4)
+"""Seconds before a transaction that was rolled back is run again."""
+_ASK_SECONDS = 0.2
+"""Between two attempts to learn whether a commit took place."""
+_CLOSING_SECONDS = 5.0
+"""A service that closes waits this much longer to learn it."""
 
 
 @dataclass(slots=True)
@@ -43,7 +47,7 @@ class _Write:
 
 @dataclass(slots=True)
 class WriterStats:
-    """What the writer did; with ``synchronous=FULL`` in WAL mode a commit is one fsync."""
+    """What the writer did; a commit is one fsync (on SQLite ``synchronous=FULL`` in WAL mode)."""
 
     commits: int = 0
     writes: int = 0
@@ -59,61 +63,81 @@ class Prepared:
     """
 
     def __init__(self, statement: sa.ClauseElement, columns: Sequence[str] | None = None) -> None:
-        dialect = sqlite.dialect()
-        compiled = statement.compile(dialect=dialect, column_keys=columns)
-        assert isinstance(compiled, sa.sql.compiler.SQLCompiler)
-        self._sql = compiled.string
-        self._parameters = [
-            (name, compiled.binds[name].type.dialect_impl(dialect).bind_processor(dialect))
-            for name in compiled.positiontup or ()
-        ]
+        self._statement, self._columns = statement, columns
+        self._compiled: dict[str, _Compiled] = {}
 
     def run(self, connection: sa.Connection, *calls: Mapping[str, Any]) -> None:
         """Once for each call's parameters."""
-        _driver(connection).executemany(self._sql, map(self._bound, calls))
+        compiled = self._for(connection)
+        _driver(connection).cursor().executemany(compiled.sql, [compiled.bound(call) for call in calls])
 
     def rows(self, connection: sa.Connection, call: Mapping[str, Any]) -> list[Any]:
-        """The rows as plain tuples, so only of columns that SQLite's own types hold."""
-        return _driver(connection).execute(self._sql, self._bound(call)).fetchall()
+        """The rows as plain tuples, so only of columns that the driver itself gives the right type."""
+        compiled = self._for(connection)
+        return _driver(connection).execute(compiled.sql, compiled.bound(call)).fetchall()
 
-    def _bound(self, call: Mapping[str, Any]) -> list[Any]:
-        return [call[name] if process is None else process(call[name]) for name, process in self._parameters]
+    def _for(self, connection: sa.Connection) -> _Compiled:
+        dialect = connection.dialect
+        compiled = self._compiled.get(dialect.name)
+        if compiled is None:
+            compiled = self._compiled[dialect.name] = _Compiled(self._statement, self._columns, dialect)
+        return compiled
+
+
+class _Compiled:
+    """A statement in the words of one driver."""
+
+    def __init__(self, statement: sa.ClauseElement, columns: Sequence[str] | None, dialect: sa.Dialect) -> None:
+        compiled = statement.compile(dialect=dialect, column_keys=columns)
+        assert isinstance(compiled, sa.sql.compiler.SQLCompiler)
+        self.sql = compiled.string
+        self._by_place = compiled.positional
+        names = (compiled.positiontup or ()) if compiled.positional else compiled.binds
+        self._parameters = [
+            (name, compiled.binds[name].type.dialect_impl(dialect).bind_processor(dialect)) for name in names
+        ]
+
+    def bound(self, call: Mapping[str, Any]) -> Any:
+        """The parameters as the driver takes them: a list by place, or a dictionary by name."""
+        values = [call[name] if process is None else process(call[name]) for name, process in self._parameters]
+        if self._by_place:
+            return values
+        return {name: value for (name, _), value in zip(self._parameters, values, strict=True)}
 
 
 class Database:
-    """A database file; `open`, then `write` and `read` from one event loop."""
+    """A database; `open`, then `write` and `read` from one event loop."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self.stats = WriterStats()
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._lazy: list[_Write] = []
         self._lazy_lock = threading.Lock()
         self._closed = False
-        self._engine = connect(path)
-        self._writer = connect(path, "BEGIN IMMEDIATE")
+        self._engine = backend.engine("read")
+        self._writer = backend.engine("write")
         self._writing: sa.Connection | None = None
         """The writer thread's own, kept from one transaction to the next until the disk fails."""
+        self._in_doubt = False
+        """The writer thread waits to learn whether a commit took place."""
         self._looking_up: sa.Connection | None = None
         """The event loop's own; see `look_up`."""
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="trainsession-read")
+        self._seekers = ThreadPoolExecutor(2, thread_name_prefix="trainsession-look-up") if backend.remote else None
         self._thread = threading.Thread(target=self._write_loop, name="trainsession-writer", daemon=True)
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open, create or upgrade the file.
+    def open(cls, address: Address) -> Self:
+        """Open a database; create or upgrade a file, fill an empty database of a server.
 
         Raises:
-            StorageError: it cannot be created or written.
-            IncompatibleVersion: a newer version wrote it.
+            StorageError: it cannot be created, reached or written.
+            IncompatibleVersion: a newer version wrote it, or it is on a server and an older one did.
         """
-        try:
-            prepare(path)
-            database = cls(path)
-            with database._engine.connect() as connection:
-                connection.exec_driver_sql("SELECT 1 FROM meta LIMIT 1")
-        except (exc.DBAPIError, sqlite3.Error, OSError) as error:
-            raise StorageError(f"cannot open the database {path.name}: {_reason(error)}") from error
+        backend = backend_of(address)
+        prepare(backend)
+        database = cls(backend)
         database._thread.start()
         return database
 
@@ -121,10 +145,13 @@ class Database:
         """Run ``function`` in the next transaction; durable when this returns.
 
         Raises:
-            StorageError: the disk is full, or not writable; nothing of the function remains.
+            StorageError: the disk is full or not writable; nothing of the function remains.
+            DatabaseUnavailable: the server is out of reach; nothing of it remains either.
         """
         if self._closed:
             raise ServiceUnavailable("the service is closing")
+        if self._in_doubt:
+            raise DatabaseUnavailable("the database cannot be reached now")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queue.put(_Write(function, future))
         return await future
@@ -135,45 +162,64 @@ class Database:
             self._lazy.append(_Write(function, None))
 
     async def read(self, function: Callable[[sa.Connection], T]) -> T:
-        """Run ``function`` on a connection that sees what was committed."""
+        """Run ``function`` on a connection that sees what was committed; it may be run more than once.
 
-        def run() -> T:
-            try:
-                with self._engine.connect() as connection:
-                    return function(connection)
-            except exc.DBAPIError as error:
-                raise StorageError(f"the database cannot be read: {_reason(error)}") from error
-
+        Raises:
+            StorageError: the database cannot be read.
+        """
         if self._closed:
             raise ServiceUnavailable("the service is closing")
-        return await asyncio.get_running_loop().run_in_executor(self._readers, run)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, function)
+
+    def _read(self, function: Callable[[sa.Connection], T]) -> T:
+        for pause in (*_PAUSES, None):
+            try:
+                with self._engine.connect() as connection:
+                    try:
+                        return function(connection)
+                    except self._backend.errors as error:
+                        if self._backend.judge(error) == "again":
+                            connection.invalidate()
+                        raise
+            except self._backend.errors as error:
+                if pause is None or self._backend.judge(error) != "again":
+                    raise self._backend.translate(error, "read") from error
+                # The connections in the pool are of before the server's last restart, too.
+                self._engine.dispose()
+                time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
 
     async def look_up(self, statement: Prepared, call: Mapping[str, Any]) -> list[Any]:
         """The rows of a statement that finds one or two by their key, as of the last commit of any process.
 
-        It runs on the event loop itself: that takes some 10 microseconds and no lock, the way to a
-        thread and back ten times as long, and it may not stand behind a long read.
+        On a file it runs on the event loop itself: that takes some 10 microseconds and no lock, the way
+        to a thread and back ten times as long, and it may not stand behind a long read.
 
         Raises:
-            StorageError: the file cannot be read.
+            StorageError: the database cannot be read.
         """
         if self._closed:
             raise ServiceUnavailable("the service is closing")
+        if self._seekers is not None:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._seekers, self._read, lambda c: statement.rows(c, call))
         try:
             if self._looking_up is None:
                 self._looking_up = self._engine.connect()
             return statement.rows(self._looking_up, call)
-        except (exc.DBAPIError, sqlite3.Error) as error:
-            raise StorageError(f"the database cannot be read: {_reason(error)}") from error
+        except self._backend.errors as error:
+            raise self._backend.translate(error, "read") from error
 
     async def close(self) -> None:
-        """Finish the writes that wait, then close the file."""
+        """Finish the writes that wait, then close the database."""
         if self._closed:
             return
         self._closed = True
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
-        self._readers.shutdown(wait=True)
+        for pool in (self._readers, self._seekers):
+            if pool is not None:
+                pool.shutdown(wait=True)
         if self._looking_up is not None:
             self._looking_up.close()
         self._engine.dispose()
@@ -203,8 +249,40 @@ class Database:
                 with self._lazy_lock:  # nobody hears of their errors, so they are tried again
                     self._lazy[:0] = [item for item in lazy if isinstance(item.error, StorageError)]
         self._let_go()
+        self._backend.close()
 
     def _transact(self, group: Sequence[_Write]) -> None:
+        """Run a group to its end: every item has its result or its error then."""
+        verdict: Verdict = "final"
+        error: Exception | None = None
+        for pause in (0.0, *_PAUSES):
+            if pause:
+                time.sleep(pause)
+            error = self._attempt(group)
+            if error is None:
+                self.stats.commits += 1
+                self.stats.writes += len(group)
+                return
+            verdict = self._backend.judge(error)
+            if verdict != "again":
+                break
+            self._let_go()
+        assert error is not None
+        if verdict == "final" and len(group) > 1:
+            # A fault of the disk: it is tried one by one, so that what can be written is.
+            self._let_go()
+            for item in group:
+                self._transact([item])
+            return
+        for item in group:  # a single function's own error among them
+            item.error = self._backend.translate(error, "written")
+        if isinstance(group[0].error, StorageError):
+            self.stats.errors += 1
+            self._let_go()
+
+    def _attempt(self, group: Sequence[_Write]) -> Exception | None:
+        """One transaction of all; None if it was committed."""
+        mark: str | None = None
         try:
             if self._writing is None:
                 self._writing = self._writer.connect()
@@ -215,22 +293,46 @@ class Database:
                     group[0].result = group[0].function(connection)
                 else:
                     for item in group:
-                        _run_in_savepoint(connection, item)
+                        self._run_in_savepoint(connection, item)
+                mark = self._backend.mark(connection)
                 transaction.commit()
-            self.stats.commits += 1
-            self.stats.writes += len(group)
+            return None
+        except _TransactionLost as lost:
+            return lost.error
         except Exception as error:
-            # Of a group only a fault of the disk gets here: then it is tried one by one, so that
-            # what can be written is. A single function's error goes to whoever awaits it.
-            if len(group) > 1:
-                self._let_go()
-                for item in group:
-                    self._transact([item])
-                return
-            group[0].error = _translate(error)
-            if isinstance(group[0].error, StorageError):
-                self.stats.errors += 1
-                self._let_go()
+            if mark is not None and self._backend.judge(error) == "again" and self._was_committed(mark):
+                return None
+            return error
+
+    def _was_committed(self, mark: str) -> bool:
+        """Ask until there is an answer. Without one, a write would be lost or done twice."""
+        self._let_go()
+        self._in_doubt = True
+        deadline: float | None = None
+        try:
+            while deadline is None or time.monotonic() < deadline:
+                try:
+                    return self._backend.was_committed(mark)
+                except self._backend.errors:
+                    time.sleep(_ASK_SECONDS)
+                if self._closed and deadline is None:
+                    deadline = time.monotonic() + _CLOSING_SECONDS
+            return False
+        finally:
+            self._in_doubt = False
+
+    def _run_in_savepoint(self, connection: sa.Connection, item: _Write) -> None:
+        driver = _driver(connection)
+        driver.execute("SAVEPOINT item")
+        item.error = None
+        try:
+            item.result = item.function(connection)
+        except Exception as error:  # handed to whoever awaits this write
+            if self._backend.judge(error) == "again" or not self._backend.in_transaction(connection):
+                raise _TransactionLost(error) from error
+            item.error = self._backend.translate(error, "written")
+            driver.execute("ROLLBACK TO item")
+        driver.execute("RELEASE item")
 
     def _let_go(self) -> None:
         """Close the writer's connection, whatever state it is in."""
@@ -242,9 +344,21 @@ class Database:
 
 
 @asynccontextmanager
-async def opened(home: Path) -> AsyncIterator[Database]:
-    """The database of a home, for a command that works on it, beside the service that may run there."""
-    database = Database.open(home / DATABASE_FILE)
+async def opened(home: Path, url: str | None = None, *, create: bool = True) -> AsyncIterator[Database]:
+    """The database of a home, for a command that works on it, beside the service that may run there.
+
+    Args:
+        url: Of a PostgreSQL database; default: the file in the home.
+        create: Make the file, and the home, where there is none.
+
+    Raises:
+        NotFound: there is none, and it is not to be made.
+        StorageError, IncompatibleVersion: see `Database.open`.
+    """
+    address = parse_address(home, url)
+    if not create and isinstance(address, Path) and not address.exists():
+        raise NotFound(f"no trainsession home is at {home}", details={"home": str(home)})
+    database = Database.open(address)
     try:
         yield database
     finally:
@@ -252,45 +366,15 @@ async def opened(home: Path) -> AsyncIterator[Database]:
 
 
 class _TransactionLost(Exception):
-    """SQLite gave up the whole transaction, as it does on a full disk or an I/O error."""
+    """The whole transaction is gone, not only what one function did: on SQLite when the disk is full."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
-def _run_in_savepoint(connection: sa.Connection, item: _Write) -> None:
-    driver = _driver(connection)
-    driver.execute("SAVEPOINT item")
-    item.error = None
-    try:
-        item.result = item.function(connection)
-    except Exception as error:  # handed to whoever awaits this write
-        if not driver.in_transaction:
-            raise _TransactionLost from error
-        item.error = _translate(error)
-        driver.execute("ROLLBACK TO item")
-    driver.execute("RELEASE item")
-
-
-def connect(path: Path, begin: str = "BEGIN") -> sa.Engine:
-    """An engine whose transactions begin explicitly (pysqlite's own rules would defer them)."""
-    # Parameters are prompts and keys' hashes: they stay out of what an error says.
-    engine = sa.create_engine(f"sqlite:///{path}", hide_parameters=True)
-
-    @event.listens_for(engine, "connect")
-    def _on_connect(connection: sqlite3.Connection, _record: Any) -> None:
-        connection.isolation_level = None
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
-            connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def _on_begin(connection: sa.Connection) -> None:
-        _driver(connection).execute(begin)
-
-    return engine
-
-
-def _driver(connection: sa.Connection) -> sqlite3.Connection:
-    driver = connection.connection.driver_connection
-    assert isinstance(driver, sqlite3.Connection)
-    return driver
+def _driver(connection: sa.Connection) -> Any:
+    """The driver's own connection; both drivers have the methods that are used here."""
+    return connection.connection.driver_connection
 
 
 def _deliver(group: Sequence[_Write]) -> None:
@@ -311,19 +395,3 @@ def _resolve(items: Sequence[_Write]) -> None:
             item.future.set_exception(item.error)
         else:
             item.future.set_result(item.result)
-
-
-def _translate(error: Exception) -> Exception:
-    """A fault of the disk becomes `StorageError`; a broken constraint stays what it is."""
-    cause = error.orig if isinstance(error, exc.DBAPIError) else error
-    if isinstance(cause, sqlite3.IntegrityError | sqlite3.ProgrammingError) or not isinstance(cause, sqlite3.Error):
-        return error
-    return StorageError(f"the database cannot be written: {_reason(error)}")
-
-
-def _reason(error: BaseException) -> str:
-    """The driver's own words, without SQL or parameters."""
-    cause = error.orig if isinstance(error, exc.DBAPIError) else error
-    if isinstance(cause, OSError) and cause.strerror:
-        return cause.strerror
-    return str(cause)

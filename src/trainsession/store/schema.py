@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -15,13 +18,41 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    Text,
+    TypeDecorator,
     UniqueConstraint,
 )
+from sqlalchemy.types import TypeEngine
 
 SCHEMA_VERSION = "0003"
 """The newest migration; an older database is upgraded, a newer one refused."""
 
 metadata = MetaData()
+
+
+class _JsonText(TypeDecorator[Any]):
+    """JSON as SQLite has it, text that Python reads: PostgreSQL's own types refuse NaN and U+0000."""
+
+    impl = Text
+    cache_ok = True
+
+    def __init__(self, none_as_null: bool = False) -> None:
+        super().__init__()
+        self.none_as_null = none_as_null
+
+    def process_bind_param(self, value: Any, dialect: Any) -> str | None:
+        return None if value is None and self.none_as_null else json.dumps(value)
+
+    def process_result_value(self, value: Any, dialect: Any) -> Any:
+        return None if value is None else json.loads(value)
+
+
+def json_type(*, none_as_null: bool = False) -> TypeEngine[Any]:
+    """A JSON value; None is stored as JSON's ``null``, or as SQL's with ``none_as_null``."""
+    return JSON(none_as_null).with_variant(_JsonText(none_as_null), "postgresql")
+
+
+_Json = json_type()
 _RowId = BigInteger().with_variant(Integer, "sqlite")
 
 meta = Table(
@@ -40,12 +71,12 @@ sessions = Table(
     Column("base_model", String, nullable=False),
     Column("base_identity", String),
     Column("dtype", String),
-    Column("lora", JSON),
+    Column("lora", _Json),
     Column("state", String, nullable=False),
     Column("on_failure", String, nullable=False),
     Column("name", String, nullable=False),
-    Column("tags", JSON, nullable=False),
-    Column("metadata", JSON, nullable=False),
+    Column("tags", _Json, nullable=False),
+    Column("metadata", _Json, nullable=False),
     Column("idempotency_key", String),
     Column("request_hash", String, nullable=False),
     Column("from_checkpoint", String),
@@ -53,7 +84,7 @@ sessions = Table(
     Column("epoch", Integer, nullable=False),
     Column("next_seq", Integer, nullable=False),
     Column("step", Integer, nullable=False),
-    Column("progress", JSON),
+    Column("progress", _Json),
     Column("created_at", Float, nullable=False),
     Column("used_at", Float, nullable=False),
     Column("closed_at", Float),
@@ -69,7 +100,7 @@ projects = Table(
     Column("id", String, primary_key=True),
     Column("busy_seconds", Float, nullable=False),
     Column("created_at", Float),
-    Column("limits", JSON(none_as_null=True)),
+    Column("limits", json_type(none_as_null=True)),
 )
 """``limits`` holds only those that differ from `trainsession.limits`; ``default`` is always there."""
 
@@ -98,7 +129,7 @@ operations = Table(
     Column("kind", String, nullable=False),
     Column("scope", String, nullable=False),
     Column("idempotency_key", String),
-    Column("weights", JSON),
+    Column("weights", _Json),
     Column("state", String, nullable=False),
     Column("tokens", Integer, nullable=False),
     Column("body_sha256", String, nullable=False),
@@ -107,7 +138,7 @@ operations = Table(
     Column("created_at", Float, nullable=False),
     Column("finished_at", Float),
     Column("acked_at", Float),
-    Column("error", JSON),
+    Column("error", _Json),
     Column("result_sha256", String),
     Column("result", LargeBinary),
     Column("result_blob", String),
@@ -163,9 +194,9 @@ checkpoints = Table(
     Column("listed", Boolean, nullable=False),
     Column("base_model", String, nullable=False),
     Column("base_identity", String, nullable=False),
-    Column("lora", JSON),
+    Column("lora", _Json),
     Column("has_optimizer", Boolean, nullable=False),
-    Column("files", JSON, nullable=False),
+    Column("files", _Json, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float),
@@ -215,6 +246,6 @@ metrics = Table(
     Column("session_id", String, ForeignKey("sessions.id"), nullable=False),
     Column("step", Integer),
     Column("time", Float, nullable=False),
-    Column("metrics", JSON, nullable=False),
+    Column("metrics", _Json, nullable=False),
     Index("metrics_by_session", "session_id"),
 )

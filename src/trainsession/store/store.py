@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import StorageError
+from .backend import parse_address
 from .blobs import LocalBlobs
-from .database import DATABASE_FILE, Database
+from .database import Database
 
 T = TypeVar("T")
 INLINE_BYTES = 256 * 1024
@@ -37,14 +38,18 @@ class Stored:
 
 
 class Store:
-    """What a home directory holds: ``service.db`` and ``blobs/``."""
+    """What a home directory holds: ``service.db`` and ``blobs/``; or the blobs only, beside a server.
 
-    def __init__(self, home: Path) -> None:
+    Args:
+        database: URL of a PostgreSQL database; default: the file in the home.
+    """
+
+    def __init__(self, home: Path, database: str | None = None) -> None:
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise StorageError(f"the home {home} cannot be made: {error.strerror}") from error
-        self.database = Database.open(home / DATABASE_FILE)
+        self.database = Database.open(parse_address(home, database))
         self.blobs = LocalBlobs(home / "blobs")
         self._files = ThreadPoolExecutor(2, thread_name_prefix="trainsession-files")
         self.write = self.database.write

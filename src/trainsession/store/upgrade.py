@@ -1,77 +1,97 @@
-"""Bring a database file to this version's schema, or say which version it needs."""
+"""Bring a database to this version's schema, or say which version it needs."""
 
 from __future__ import annotations
 
-import os
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
+import sqlalchemy as sa
+
 from .._version import __version__
-from ..errors import IncompatibleVersion
-from .schema import SCHEMA_VERSION
+from ..errors import IncompatibleVersion, StorageError
+from .backend import Backend, cause_of
+from .schema import SCHEMA_VERSION, meta
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 
 
-def prepare(path: Path) -> None:
-    """Create the file, or upgrade an older one in place after copying it beside itself.
+def prepare(backend: Backend, *, upgrade: bool = False) -> str | None:
+    """Build the schema in an empty database; upgrade an older one, or ask for that.
 
-    The copy is ``<name>.before-<new schema>``.
+    Args:
+        upgrade: Upgrade an older one, whatever its kind. By default only a file is, after it was copied.
+
+    Returns:
+        The revision that it had; None for an empty one.
 
     Raises:
-        IncompatibleVersion: the file's schema is newer than this version knows.
+        IncompatibleVersion: the schema is newer than this version knows, or older and not upgraded.
+        StorageError: it cannot be created, reached, read or written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not path.exists():
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    revision = schema_of(path)
+    try:
+        backend.create()
+        with backend.preparing():
+            return _prepare(backend, upgrade)
+    except (*backend.errors, OSError) as error:
+        ours = backend.translate(error, "opened")
+        if isinstance(ours, StorageError):
+            raise ours from error
+        raise StorageError(f"the database {backend.name} cannot be opened: {cause_of(error)}") from error
+
+
+def _prepare(backend: Backend, upgrade: bool) -> str | None:
+    revision, writer = _state(backend)
     if revision == SCHEMA_VERSION:
-        return
+        return revision
     if revision is not None:
         if revision > SCHEMA_VERSION:
             raise IncompatibleVersion(
-                f"{path.name} has schema {revision}, written by trainsession {_writer(path)}; "
+                f"{backend.name} has schema {revision}, written by trainsession {writer}; "
                 f"this is trainsession {__version__} with schema {SCHEMA_VERSION}. "
-                f"Install trainsession>={_writer(path)}, or use another home.",
-                details={"schema": revision, "known": SCHEMA_VERSION, "needs": _writer(path)},
+                f"Install trainsession>={writer}, or use another home or database.",
+                details={"schema": revision, "known": SCHEMA_VERSION, "needs": writer},
             )
-        _copy(path, path.with_name(f"{path.name}.before-{SCHEMA_VERSION}"))
-    migrate(path)
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("INSERT OR REPLACE INTO meta VALUES ('written_by', ?)", (__version__,))
+        if not (upgrade or backend.upgrades_itself):
+            raise IncompatibleVersion(
+                f"{backend.name} has schema {revision}, and trainsession {__version__} needs {SCHEMA_VERSION}. "
+                "Back it up, stop what uses it, then run `trainsession db upgrade`.",
+                details={"schema": revision, "known": SCHEMA_VERSION},
+            )
+        backend.keep_copy(SCHEMA_VERSION)
+    migrate(backend)
+    return revision
 
 
-def migrate(path: Path, revision: str = "head") -> None:
-    """Run the migrations up to ``revision``."""
+def migrate(backend: Backend, revision: str = "head") -> None:
+    """Run the migrations up to ``revision``, in one transaction."""
     from alembic import command
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    config.attributes["path"] = path
-    command.upgrade(config, revision)
+    engine = config.attributes["engine"] = backend.engine("migrate")
+    try:
+        command.upgrade(config, revision)
+        with engine.begin() as connection:
+            connection.execute(sa.delete(meta).where(meta.c.key == "written_by"))
+            connection.execute(sa.insert(meta).values(key="written_by", value=__version__))
+    finally:
+        engine.dispose()
 
 
-def schema_of(path: Path) -> str | None:
-    """The schema's revision; None for an empty file."""
-    with closing(sqlite3.connect(path)) as connection:
-        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if "alembic_version" not in tables:
-            return None
-        row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-        return None if row is None else str(row[0])
+def schema_of(backend: Backend) -> str | None:
+    """The schema's revision; None for an empty database."""
+    return _state(backend)[0]
 
 
-def _writer(path: Path) -> str:
-    with closing(sqlite3.connect(path)) as connection:
-        row = connection.execute("SELECT value FROM meta WHERE key = 'written_by'").fetchone()
-    return "unknown" if row is None else str(row[0])
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A consistent copy, the write-ahead log included."""
-    descriptor = os.open(target, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o600)
-    os.close(descriptor)
-    with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
-        old.backup(new)
+def _state(backend: Backend) -> tuple[str | None, str]:
+    """Revision, and the version that wrote it."""
+    engine = backend.engine("read")
+    try:
+        with engine.connect() as connection:
+            if not sa.inspect(connection).has_table("alembic_version"):
+                return None, "unknown"
+            revision = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+            writer = connection.execute(sa.select(meta.c.value).where(meta.c.key == "written_by")).scalar()
+            return revision, writer or "unknown"
+    finally:
+        engine.dispose()

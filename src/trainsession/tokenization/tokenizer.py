@@ -188,7 +188,7 @@ class Tokenizer:
         user_text = UserText(self) if tokenize and not parse_special else None
         guard = user_text.mark if user_text else _unchanged
         text = render_chat(
-            self._chat_template(bool(tools)),
+            self.chat_template(with_tools=bool(tools)),
             guard(messages),
             tools=guard(tools),
             documents=guard(documents),
@@ -201,7 +201,12 @@ class Tokenizer:
             return user_text.encode(text)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
-    def _chat_template(self, with_tools: bool) -> str:
+    def chat_template(self, *, with_tools: bool = False) -> str:
+        """The Jinja text of the chat template; ``with_tools``: the one for chats with tools, where there are two.
+
+        Raises:
+            InvalidRequest: there is none.
+        """
         templates = self._bundle.chat_templates
         name = "tool_use" if with_tools and "tool_use" in templates else "default"
         if name not in templates:

@@ -67,7 +67,15 @@ class EmbeddedService:
 
     def transport(self) -> Transport:
         """A new transport to the service; belongs to the event loop that first uses it."""
-        return Transport("http://trainsession", connection=_HomeConnection(self))
+        return Transport("http://trainsession", connections=self)
+
+    def asynchronous(self) -> httpx.AsyncBaseTransport:
+        """A new way here for an async httpx client (`trainsession.transport.http.Connections`)."""
+        return _HomeConnection(self)
+
+    def blocking(self) -> httpx.BaseTransport:
+        """The same for a blocking one."""
+        return _BlockingHomeConnection(self)
 
     def ensure(self) -> str:
         """The socket of a service that answers: this process', another's, or one started now. Blocks.
@@ -187,6 +195,33 @@ class _HomeConnection(httpx.AsyncBaseTransport):
             await self._inner.aclose()
 
 
+class _BlockingHomeConnection(httpx.BaseTransport):
+    """The same for blocking clients, always over the socket."""
+
+    def __init__(self, service: EmbeddedService) -> None:
+        self._service = service
+        self._inner: httpx.HTTPTransport | None = None
+        self._connecting = threading.Lock()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        inner = self._inner or self._connect(None)
+        try:
+            return inner.handle_request(request)
+        except httpx.ConnectError:
+            return self._connect(inner).handle_request(request)
+
+    def _connect(self, broken: httpx.HTTPTransport | None) -> httpx.HTTPTransport:
+        with self._connecting:
+            if self._inner is broken or self._inner is None:
+                # Not closed: another thread may read a stream of it. It ends with its last answer.
+                self._inner = httpx.HTTPTransport(uds=self._service.ensure(), verify=False, limits=LIMITS)
+            return self._inner
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+
 async def _call(service: InProcess, request: httpx.Request) -> httpx.Response:
     headers = [(name.lower(), value) for name, value in request.headers.raw]
     seconds = request.extensions["timeout"]["read"]
@@ -226,11 +261,20 @@ def open_embedded(home: Path | None = None, *, open_host: OpenHost | None = None
 
 
 def local_host() -> EngineHost:
-    """Engines for the models of this machine."""
+    """Engines for the models of this machine, on threads of this process."""
+    return _host(processes=False)
+
+
+def engine_processes() -> EngineHost:
+    """The same, each in a process of its own."""
+    return _host(processes=True)
+
+
+def _host(*, processes: bool) -> EngineHost:
     require(_ENGINE_MODULES)
     from ..runtime.host import LocalHost
 
-    return LocalHost()
+    return LocalHost(processes=processes)
 
 
 def require(modules: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from ..errors import AuthenticationFailed, ServiceUnavailable
 from ..server.running import Server, bind_tcp
 from ..service.keys import Keys
 from ..store.database import opened
-from .embedded import OpenHost, local_host
+from .embedded import OpenHost, engine_processes
 from .home import HomeLock, prepare, published
 from .logs import Say
 from .serving import serve_home
@@ -50,18 +50,31 @@ class AnnouncingHost:
         await self._host.close()
 
 
-def serve(host: str, port: int, home: Path, say: Say, *, with_keys: bool, open_host: OpenHost = local_host) -> None:
+def serve(
+    host: str,
+    port: int,
+    home: Path,
+    say: Say,
+    *,
+    with_keys: bool,
+    database: str | None = None,
+    open_host: OpenHost = engine_processes,
+) -> None:
     """Serve until SIGINT or SIGTERM; a second signal does not wait for running requests.
 
     Args:
         host: An address of this machine; without keys it must be a loopback one.
         say: Told what its user should know: addresses, models that were loaded, the end.
+        open_host: Makes the engine host; default: each model's engine in a process of its own, so that what
+            ends one leaves the service and its clients alive.
         with_keys: Every request on the port needs an API key; else none does, and all are of one project.
+        database: URL of a PostgreSQL database; default: a file in the home.
 
     Raises:
         ServiceUnavailable: another process serves this home, or the port is taken.
         AuthenticationFailed: keys are asked for, and none exists.
-        StorageError: the home cannot be written.
+        StorageError: the home cannot be written, or the database cannot be reached.
+        IncompatibleVersion: the database has another version's schema.
     """
     run = prepare(home)
     lock = HomeLock(run)
@@ -71,7 +84,7 @@ def serve(host: str, port: int, home: Path, say: Say, *, with_keys: bool, open_h
         raise ServiceUnavailable(f"{who} serves {home} already; stop it, or give another --home")
     try:
         if with_keys:
-            asyncio.run(_check_keys(home))
+            asyncio.run(_check_keys(home, database))
         try:
             listener = bind_tcp(host, port)
         except OSError as error:
@@ -93,15 +106,18 @@ def serve(host: str, port: int, home: Path, say: Say, *, with_keys: bool, open_h
                 say(f"  models  {', '.join(names) or 'none is here without a model hub'}")
                 say(f"  use it  TRAINSESSION_BASE_URL={url} {key}python your_loop.py")
 
-            asyncio.run(serve_home(home, run, lambda: engines, on_ready, [listener], with_keys=with_keys))
+            serving = serve_home(
+                home, run, lambda: engines, on_ready, [listener], with_keys=with_keys, database=database
+            )
+            asyncio.run(serving)
     finally:
         lock.release()
     say("stopped; sessions are kept")
 
 
-async def _check_keys(home: Path) -> None:
-    async with opened(home) as database:
-        if not await Keys(database).any_usable():
+async def _check_keys(home: Path, database: str | None) -> None:
+    async with opened(home, database) as opening:
+        if not await Keys(opening).any_usable():
             raise AuthenticationFailed(
                 "no API key exists here that is neither revoked nor expired; make one with "
                 f"`trainsession keys create --home {home}`, or serve this machine only with --dev"
@@ -110,5 +126,5 @@ async def _check_keys(home: Path) -> None:
 
 def _stop(server: Server) -> None:
     if server.should_exit:
-        server.force_exit = True
+        server.force()
     server.stop()

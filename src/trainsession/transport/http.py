@@ -15,7 +15,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -49,6 +49,25 @@ _FRAME = struct.Struct("<I")
 _GATEWAY_STATUS = frozenset({502, 503, 504})
 
 
+class Connections(Protocol):
+    """Makes httpx transports to one service; each belongs to the client that it is made for."""
+
+    def asynchronous(self) -> httpx.AsyncBaseTransport: ...
+
+    def blocking(self) -> httpx.BaseTransport: ...
+
+
+class _Local:
+    def __init__(self, uds: str | None, verify: bool) -> None:
+        self._uds, self._verify = uds, verify
+
+    def asynchronous(self) -> httpx.AsyncBaseTransport:
+        return httpx.AsyncHTTPTransport(uds=self._uds, verify=self._verify, limits=LIMITS)
+
+    def blocking(self) -> httpx.BaseTransport:
+        return httpx.HTTPTransport(uds=self._uds, verify=self._verify, limits=LIMITS)
+
+
 class Transport:
     """Async calls to one service.
 
@@ -57,7 +76,7 @@ class Transport:
         api_key: Sent as a bearer token, or None; without white space around it.
         uds: Path of a Unix socket to connect to instead of the URL's host.
         headers: Sent with every request.
-        connection: Another way to reach the service (the embedded one brings its own).
+        connections: Another way to reach the service (the embedded one brings its own).
         compressed: Send large bodies zstd-compressed; worth it on slow links only.
     """
 
@@ -68,7 +87,7 @@ class Transport:
         *,
         uds: str | None = None,
         headers: Mapping[str, str] | None = None,
-        connection: httpx.AsyncBaseTransport | None = None,
+        connections: Connections | None = None,
         compressed: bool = False,
     ) -> None:
         url = urlsplit(base_url)
@@ -81,9 +100,10 @@ class Transport:
         self.base_url = base_url.rstrip("/")
         self._compressed = compressed
         self._answered = False
-        if connection is None and (uds is not None or url.hostname in ("127.0.0.1", "localhost", "::1")):
+        if connections is None and (uds is not None or url.hostname in ("127.0.0.1", "localhost", "::1")):
             # Given explicitly, so that a proxy of the environment is not asked for this machine.
-            connection = httpx.AsyncHTTPTransport(uds=uds, verify=url.scheme == "https", limits=LIMITS)
+            connections = _Local(uds, verify=url.scheme == "https")
+        connection = None if connections is None else connections.asynchronous()
         self._client = httpx.AsyncClient(
             base_url=self.base_url,
             transport=connection,
@@ -98,11 +118,22 @@ class Transport:
             verify=url.scheme == "https",
             limits=LIMITS,
         )
+        self.api_key = api_key
+        self.extra_headers = dict(headers or {})
+        self._connections = connections
         self._connection = connection
         self._headers = dict(self._client.headers)
 
     def __repr__(self) -> str:
         return f"Transport({self.base_url})"
+
+    def blocking_connection(self) -> httpx.BaseTransport | None:
+        """The way to the service for an `httpx.Client` of another's; None: httpx's own."""
+        return None if self._connections is None else self._connections.blocking()
+
+    def another_connection(self) -> httpx.AsyncBaseTransport | None:
+        """The same for an `httpx.AsyncClient`, of any event loop."""
+        return None if self._connections is None else self._connections.asynchronous()
 
     async def request(
         self,
@@ -113,6 +144,7 @@ class Transport:
         body: Any = None,
         params: Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        repeat_limited: bool = True,
     ) -> Any:
         """One call: its decoded answer, from JSON or msgpack (arrays are read-only views).
 
@@ -121,6 +153,7 @@ class Transport:
             body: plain values, numpy arrays and `TensorData`, sent as msgpack.
             params: Query parameters; None values are left out.
             timeout: Seconds to wait for the answer of one attempt, default 60.
+            repeat_limited: Repeat what is refused as `RateLimited`; else the caller does.
 
         Raises:
             TrainSessionError: what the service answered, as the class that owns its code.
@@ -150,7 +183,7 @@ class Transport:
             self._check(response.status_code, response.headers, response.content)
             return await _decode(response.headers, response.content)
 
-        return await self._with_retries(once)
+        return await self._with_retries(once, repeat_limited)
 
     async def stream(self, path: str, params: Mapping[str, Any] | None = None) -> AsyncIterator[dict[str, Any]]:
         """The frames of a stream as they arrive; ends with the frame that has ``done``.
@@ -276,10 +309,12 @@ class Transport:
                 f"the service speaks protocol {version}, this client {PROTOCOL_VERSION}; upgrade the older one"
             )
 
-    async def _with_retries(self, once: Callable[[int], Any]) -> Any:
+    async def _with_retries(self, once: Callable[[int], Any], repeat_limited: bool = True) -> Any:
         started = time.monotonic()
 
         def is_retryable(error: BaseException) -> bool:
+            if isinstance(error, RateLimited) and not repeat_limited:
+                return False
             if isinstance(error, (RateLimited, ServiceUnavailable)):
                 return not isinstance(error, ConnectionFailed) or isinstance(error, _GatewayError)
             return isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)

@@ -33,6 +33,7 @@ async def serve_home(
     listeners: Sequence[socket.socket] = (),
     *,
     with_keys: bool = False,
+    database: str | None = None,
 ) -> None:
     """Serve a home until the server is stopped. The caller holds the home's lock.
 
@@ -45,12 +46,13 @@ async def serve_home(
             that server stops all.
         listeners: Further listening sockets; closed at the end. Without keys on loopback only.
         with_keys: The further sockets ask for API keys.
+        database: URL of a PostgreSQL database; default: a file in the home.
 
     Raises:
         StorageError: the home or its socket cannot be written.
         IncompatibleVersion: a newer version wrote the home's database.
     """
-    service = await Service.open(home, open_host())
+    service = await Service.open(home, open_host(), database=database)
     try:
         private, location = _listen(run)
         try:
@@ -58,6 +60,7 @@ async def serve_home(
             if with_keys:
                 # Two applications, so that no request can be taken for one of the other kind.
                 keyed = Server(service, authenticate=by_key(service.keys), hosts=None)
+                keyed.companions.append(server)
                 on_ready(location.socket, keyed)
                 await _serve_together((keyed, listeners), (server, [private]))
             else:

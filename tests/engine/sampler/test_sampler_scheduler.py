@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,8 @@ class Job:
     weights: str | None = None
     arrives: int = 0
     cancelled_at: int | None = None
+    may_draw: int | None = None
+    """Its ``max_tokens``, where it ends sooner."""
 
 
 class Simulation:
@@ -78,7 +81,7 @@ class Simulation:
             cache_salt=job.salt,
             prompt_logprobs=job.num_samples == 0,
         )
-        self.requests[number] = Request(item=item, arrival=number, max_tokens=job.num_tokens)
+        self.requests[number] = Request(item=item, arrival=number, max_tokens=job.may_draw or job.num_tokens)
         self.scheduler.add(self.requests[number])
 
     def step(self) -> None:
@@ -122,7 +125,7 @@ class Simulation:
         if not sequence.output and sequence.index == 0:
             self.first_tokens.append(number)
         sequence.output.append(100 + sequence.index + len(sequence.output))
-        if len(sequence.output) == sequence.request.max_tokens:
+        if len(sequence.output) == self.jobs[number].num_tokens:
             self.outputs[number, sequence.index] = list(sequence.output)
             self.scheduler.finish(sequence)
 
@@ -245,6 +248,44 @@ def test_who_was_idle_has_no_claim_on_the_past() -> None:
     started = of_project(simulation)
     both = started[started.index("late") :][:20]
     assert 9 <= both.count("late") <= 11
+
+
+def test_what_a_request_may_draw_is_not_held_against_its_project_before_it_draws_it() -> None:
+    """One project leaves ``max_tokens`` to the context and ends soon; the other names what it draws."""
+    open_ended = [Job((1, 2, 3), 1, 6, salt="open", may_draw=40) for _ in range(100)]
+    simulation = Simulation([*open_ended, *crowd(100, "named")], **SMALL)
+    simulation.run()
+    assert 45 <= of_project(simulation)[:100].count("open") <= 55
+
+
+def test_a_project_that_draws_much_more_than_lately_usual_pays_for_it() -> None:
+    long = [Job((1, 2, 3), 1, 40, salt="long", arrives=100) for _ in range(60)]
+    simulation = Simulation([*crowd(30, "short"), *crowd(400, "short", arrives=100), *long], **SMALL)
+    simulation.run()
+    both = of_project(simulation)[30:130]  # a short one has 9 tokens, a long one 43
+    assert 75 <= both.count("short") <= 88
+
+
+def test_projects_that_come_and_go_starve_nobody() -> None:
+    guests = [Job((1, 2, 3), 1, 6, salt=f"guest {n % 8}", arrives=n) for n in range(400)]
+    simulation = Simulation([*crowd(20, "regular"), *guests], **SMALL)
+    simulation.run()
+    last = max(n for n, salt in enumerate(of_project(simulation)) if salt == "regular")
+    assert last < 20 * 9 + 10
+
+
+def test_thousands_of_waiting_requests_are_dropped_at_once() -> None:
+    simulation = Simulation(crowd(10_000, "gone"), **SMALL)
+    for number in range(10_000):
+        simulation._add(number)
+    simulation.step()
+    assert simulation.scheduler.num_waiting > 9_990
+    began = time.process_time()
+    for number in reversed(range(10_000)):
+        simulation.scheduler.drop(simulation.requests[number])
+    assert time.process_time() - began < 0.5
+    assert not simulation.scheduler.has_work()
+    assert simulation.blocks.num_free == simulation.blocks.num_blocks
 
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples() -> None:

@@ -135,7 +135,7 @@ class Sampler:
         scheduler = self._scheduler
         return {
             "running": len(scheduler.running),
-            "waiting": sum(len(request.pending) for request in scheduler.queue),
+            "waiting": scheduler.num_waiting,
             "requests": len(self._live),
             "free_blocks": self._blocks.num_free,
             "cached_blocks": self._blocks.num_cached,

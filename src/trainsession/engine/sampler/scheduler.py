@@ -1,9 +1,9 @@
 """Which sequences run in the next pass. Integers only: neither torch nor a model is imported.
 
 Requests are admitted in turn, and none overtakes the one before it. Within a project (those that
-share a ``cache_salt``) the turn is the order of arrival; among projects it goes by the tokens that
-each has asked for, so that thousands of prompts of one do not hold up another's first. A request's
-turn is fixed when it arrives and never before that of one that was admitted already.
+share a ``cache_salt``) they are admitted in order of arrival; among projects the one that the fewest
+tokens were computed for goes next (`WaitingLine`), so that thousands of prompts of one do not hold up
+another's first. A request gets its turn when it is admitted and keeps it.
 
 A request first gets its prompt computed, in chunks; then its samples start from the prompt's
 shared blocks. When the blocks run out, the last in turn gives its blocks back and later starts
@@ -16,12 +16,14 @@ sample); while there is work of both kinds they take turns.
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .blocks import BlockManager
-from .sequence import Request, Sequence
+from .line import WaitingLine
+from .sequence import NEVER, Request, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,52 +72,48 @@ class Scheduler:
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
         self.cache_generated = cache_generated
+        self.line = WaitingLine()
+        """Requests that were not admitted yet."""
         self.queue: list[Request] = []
-        """Requests with samples to start or a prompt to compute, oldest first."""
+        """Those that were, with samples to start or a prompt to compute, oldest first."""
         self.running: list[Sequence] = []
         """Oldest first."""
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self.num_prefill_tokens = 0
         self._prefilled_last = False
-        self._turn = 0
-        """The furthest turn that was admitted, in tokens of each project."""
-        self._claims: dict[str, int] = {}
-        """Where the next request of a project stands; only those behind ``_turn`` matter."""
-        self._admitted: dict[str, int] = {}
-        """The same, were nothing of it in the queue."""
+        self._turns = itertools.count()
 
     # --- requests --------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         request.chain_prompt(self.blocks.block_size)
-        # Who asked for nothing in a while stands where the others are now: it has no claim on the past.
-        for ends in (self._claims, self._admitted):
-            for project in [project for project, end in ends.items() if end <= self._turn]:
-                del ends[project]
-        start = self._claims.get(request.project, self._turn)
-        request.turn = (start, request.arrival)
-        self._claims[request.project] = request.claim
-        insort(self.queue, request, key=lambda r: r.turn)
+        self.line.add(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that have yet to start."""
+        return self.line.samples + sum(len(request.pending) for request in self.queue)
 
     def has_work(self) -> bool:
-        return bool(self.queue or self.running)
+        return bool(self.line or self.queue or self.running)
 
     def drop(self, request: Request, *, poisoned: bool = False) -> None:
         """Take a request out at once, wherever it stands."""
+        self.line.remove(request)
+        self.line.refund(request, *request.pending, *request.running)
         self._release_prompt(request, poisoned=poisoned)
         for sequence in request.running:
             self.blocks.release(sequence.blocks, poisoned=poisoned)
             sequence.blocks = []
         request.running.clear()
         request.pending.clear()
-        self.running = [sequence for sequence in self.running if sequence.request is not request]
-        self.queue = [other for other in self.queue if other is not request]
-        # What will not be drawn is not held against the next.
-        left = [other.claim for other in self.queue if other.project == request.project]
-        self._claims[request.project] = max([self._admitted.get(request.project, 0), *left])
+        if request.turn != NEVER:
+            self.running = [sequence for sequence in self.running if sequence.request is not request]
+            self.queue = [other for other in self.queue if other is not request]
 
     def finish(self, sequence: Sequence) -> None:
         """A running sample has all its tokens."""
+        self.line.ended(sequence)
         if self.cache_generated:
             digests = sequence.request.chain_sample(sequence, self.blocks.block_size)
             for block, digest in zip(sequence.blocks, digests, strict=False):
@@ -139,6 +137,7 @@ class Scheduler:
         """The chunk's keys and values are in its blocks now."""
         request = chunk.request
         request.prompt_computed = chunk.stop
+        request.prompt_prepaid = max(0, request.prompt_prepaid - (chunk.stop - chunk.start))
         self.num_prefill_tokens += chunk.stop - chunk.start
         size = self.blocks.block_size
         for i in range(chunk.start // size, chunk.stop // size):
@@ -149,6 +148,8 @@ class Scheduler:
                 self._leave_queue(request)
 
     def decoded(self, sequence: Sequence) -> None:
+        if sequence.wants_token:  # catching up after a preemption is not its project's fault
+            self.line.drew(sequence)
         sequence.computed += 1
 
     def forks(self) -> list[Fork]:
@@ -171,7 +172,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self.chunk_tokens
         places = self.max_running - len(self.running)
-        for request in list(self.queue):
+        for request in self._in_turn():
             if budget <= 0 or places <= 0:
                 break
             if not request.holds_prompt and not self._admit(request):
@@ -186,8 +187,14 @@ class Scheduler:
                 budget -= self.blocks.blocks_for(stop - start) * self.blocks.block_size
         return chunks
 
+    def _in_turn(self) -> Iterator[Request]:
+        """Those that were admitted once, then the next in line, as long as each is admitted."""
+        yield from list(self.queue)
+        while (request := self.line.first()) is not None:
+            yield request
+
     def _admit(self, request: Request) -> bool:
-        """Allocate all blocks of the prompt, reusing what is cached of it."""
+        """Allocate all blocks of the prompt, reusing what is cached of it; one in line leaves it."""
         while True:
             cached = self._find_prefix(request)
             fresh = self.blocks.blocks_for(len(request.prompt)) - len(cached)
@@ -207,8 +214,10 @@ class Scheduler:
         request.prompt_blocks = cached + [self.blocks.allocate() for _ in range(fresh)]
         request.prompt_computed = len(cached) * self.blocks.block_size
         self.num_cached_tokens += request.prompt_computed
-        self._turn = max(self._turn, request.turn[0])
-        self._admitted[request.project] = max(self._admitted.get(request.project, 0), request.claim)
+        if self.line.remove(request):
+            request.turn = next(self._turns)
+            self.queue.append(request)
+            self.line.admitted(request)
         return True
 
     def _find_prefix(self, request: Request) -> list[int]:
@@ -227,6 +236,8 @@ class Scheduler:
             return None
         sequence = request.pending.popleft()
         sequence.computed = len(request.prompt)
+        if not sequence.output:
+            self.line.drew(sequence)
         copy = None
         if is_last or (partial and not self.blocks.num_free):
             # Take the prompt's blocks over as they are. If samples are left, they wait until the

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from ..api import SampleItem
 from .blocks import chain, chain_root
 
+NEVER = 2**63
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -22,6 +24,8 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    prepaid: int = 0
+    """Tokens that are charged and not drawn yet."""
 
     @property
     def length(self) -> int:
@@ -39,9 +43,9 @@ class Sequence:
         return self.computed == self.length - 1
 
     @property
-    def priority(self) -> tuple[int, int, int]:
+    def priority(self) -> tuple[int, int]:
         """Smaller is older, and is preempted later."""
-        return *self.request.turn, self.index
+        return self.request.turn, self.index
 
 
 @dataclass(slots=True, eq=False)
@@ -57,13 +61,15 @@ class Request:
     max_tokens: int
     weights_version: int = 0
     """Tells weights apart that carry the same name."""
-    turn: tuple[int, int] = field(init=False)
-    """When it is admitted, smallest first: see `Scheduler.add`."""
+    turn: int = field(init=False, default=NEVER)
+    """Its place among those that were admitted, smallest first."""
     prompt: list[int] = field(init=False)
     digests: list[bytes] = field(init=False, default_factory=list)
     """Of the prompt's full blocks."""
     prompt_blocks: list[int] = field(init=False, default_factory=list)
     prompt_computed: int = field(init=False, default=0)
+    prompt_prepaid: int = field(init=False, default=0)
+    """Tokens of it that are charged and not computed yet."""
     prompt_scored: bool = field(init=False, default=False)
     """The prompt's logprobs are complete, or nobody asked for them."""
     pending: deque[Sequence] = field(init=False)
@@ -71,7 +77,6 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt = [int(token) for token in self.item.prompt]
-        self.turn = (0, self.arrival)
         self.pending = deque(Sequence(self, index) for index in range(self.item.num_samples))
         self.prompt_scored = not self.item.prompt_logprobs and not self.item.topk_prompt_logprobs
 
@@ -83,11 +88,6 @@ class Request:
     def project(self) -> str:
         """Whose it is, as far as the engine can tell."""
         return self.item.cache_salt
-
-    @property
-    def claim(self) -> int:
-        """Where the next request of its project stands: behind all tokens that this one may take."""
-        return self.turn[0] + len(self.prompt) + self.item.num_samples * self.max_tokens
 
     @property
     def weights_key(self) -> tuple[str, int]:

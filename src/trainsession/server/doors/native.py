@@ -23,14 +23,12 @@ from ..access_log import note
 from ..auth import CallerOf, Project, ask_again, authenticated, needs
 from ..responses import MsgpackResponse, error_body, media_type, unpack_body
 from ..routes import KeyedRoute, PlainRoute
-from ..waiting import unless_closing, while_connected
+from ..waiting import ASK_AGAIN_SECONDS, unless_closing, while_connected
 
 JSON = "application/json"
 CSV = "text/csv"
 FRAMES_MEDIA_TYPE = "application/vnd.trainsession.v1+msgpack-frames"
 """uint32 little-endian length, then that many bytes of msgpack; again and again."""
-ASK_AGAIN_SECONDS = 1.0
-"""A stream goes on for so long at most after its key was revoked."""
 _FRAME_LENGTH = struct.Struct("<I")
 _ERROR_SCHEMA = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
 # Errors are JSON on every route; FastAPI would give a "model" the media type of the route.
@@ -153,7 +151,8 @@ async def stream(
     note(request, [operation_id])
     events = service.stream(caller.project, operation_id, query.after, caller.only)
     # The first event decides whether this is an answer or an error with its own status.
-    first = await while_connected(request, anext(events, None))
+    first = await while_connected(request, anext(events, None), lambda: ask_again(request))
+    await ask_again(request)
     return StreamingResponse(_frames(request, first, events), media_type=FRAMES_MEDIA_TYPE)
 
 
@@ -163,11 +162,12 @@ async def _frames(
     asked = time.monotonic()
     try:
         while event is not None:
+            # It goes on for so long at most after its key was revoked.
             if time.monotonic() > asked + ASK_AGAIN_SECONDS:
                 await ask_again(request)
                 asked = time.monotonic()
             yield _frame(event)
-            event = await unless_closing(request, anext(events, None))
+            event = await unless_closing(request, anext(events, None), lambda: ask_again(request))
     except ServiceUnavailable:
         return  # no last frame: the client resumes where it is, here or at this service's successor
     except Exception as error:

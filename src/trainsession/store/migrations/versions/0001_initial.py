@@ -8,6 +8,8 @@ from alembic import op
 revision = "0001"
 down_revision = None
 
+_JSON = sa.JSON().with_variant(sa.Text(), "postgresql")
+
 
 def upgrade() -> None:
     op.create_table(
@@ -21,9 +23,9 @@ def upgrade() -> None:
         sa.Column("listed", sa.Boolean(), nullable=False),
         sa.Column("base_model", sa.String(), nullable=False),
         sa.Column("base_identity", sa.String(), nullable=False),
-        sa.Column("lora", sa.JSON(), nullable=True),
+        sa.Column("lora", _JSON, nullable=True),
         sa.Column("has_optimizer", sa.Boolean(), nullable=False),
-        sa.Column("files", sa.JSON(), nullable=False),
+        sa.Column("files", _JSON, nullable=False),
         sa.Column("size_bytes", sa.BigInteger(), nullable=False),
         sa.Column("created_at", sa.Float(), nullable=False),
         sa.Column("expires_at", sa.Float(), nullable=True),
@@ -87,12 +89,12 @@ def upgrade() -> None:
         sa.Column("base_model", sa.String(), nullable=False),
         sa.Column("base_identity", sa.String(), nullable=True),
         sa.Column("dtype", sa.String(), nullable=True),
-        sa.Column("lora", sa.JSON(), nullable=True),
+        sa.Column("lora", _JSON, nullable=True),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("on_failure", sa.String(), nullable=False),
         sa.Column("name", sa.String(), nullable=False),
-        sa.Column("tags", sa.JSON(), nullable=False),
-        sa.Column("metadata", sa.JSON(), nullable=False),
+        sa.Column("tags", _JSON, nullable=False),
+        sa.Column("metadata", _JSON, nullable=False),
         sa.Column("idempotency_key", sa.String(), nullable=True),
         sa.Column("request_hash", sa.String(), nullable=False),
         sa.Column("from_checkpoint", sa.String(), nullable=True),
@@ -100,7 +102,7 @@ def upgrade() -> None:
         sa.Column("epoch", sa.Integer(), nullable=False),
         sa.Column("next_seq", sa.Integer(), nullable=False),
         sa.Column("step", sa.Integer(), nullable=False),
-        sa.Column("progress", sa.JSON(), nullable=True),
+        sa.Column("progress", _JSON, nullable=True),
         sa.Column("created_at", sa.Float(), nullable=False),
         sa.Column("used_at", sa.Float(), nullable=False),
         sa.Column("closed_at", sa.Float(), nullable=True),
@@ -131,7 +133,7 @@ def upgrade() -> None:
         sa.Column("session_id", sa.String(), nullable=False),
         sa.Column("step", sa.Integer(), nullable=True),
         sa.Column("time", sa.Float(), nullable=False),
-        sa.Column("metrics", sa.JSON(), nullable=False),
+        sa.Column("metrics", _JSON, nullable=False),
         sa.ForeignKeyConstraint(
             ["session_id"],
             ["sessions.id"],
@@ -149,7 +151,7 @@ def upgrade() -> None:
         sa.Column("kind", sa.String(), nullable=False),
         sa.Column("scope", sa.String(), nullable=False),
         sa.Column("idempotency_key", sa.String(), nullable=True),
-        sa.Column("weights", sa.JSON(), nullable=True),
+        sa.Column("weights", _JSON, nullable=True),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("tokens", sa.Integer(), nullable=False),
         sa.Column("body_sha256", sa.String(), nullable=False),
@@ -158,7 +160,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Float(), nullable=False),
         sa.Column("finished_at", sa.Float(), nullable=True),
         sa.Column("acked_at", sa.Float(), nullable=True),
-        sa.Column("error", sa.JSON(), nullable=True),
+        sa.Column("error", _JSON, nullable=True),
         sa.Column("result_sha256", sa.String(), nullable=True),
         sa.Column("result", sa.LargeBinary(), nullable=True),
         sa.Column("result_blob", sa.String(), nullable=True),

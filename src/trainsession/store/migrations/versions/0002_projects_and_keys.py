@@ -8,10 +8,12 @@ from alembic import op
 revision = "0002"
 down_revision = "0001"
 
+_JSON = sa.JSON().with_variant(sa.Text(), "postgresql")
+
 
 def upgrade() -> None:
     op.add_column("projects", sa.Column("created_at", sa.Float(), nullable=True))
-    op.add_column("projects", sa.Column("limits", sa.JSON(), nullable=True))
+    op.add_column("projects", sa.Column("limits", _JSON, nullable=True))
     op.create_table(
         "api_keys",
         sa.Column("prefix", sa.String(), nullable=False),

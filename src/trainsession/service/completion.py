@@ -1,0 +1,114 @@
+"""The end of an operation: result, ledger rows and the session's advance, in one transaction.
+
+This runs behind the engine, which goes on meanwhile. After a crash before the commit the operation
+is still in the log as not ended, and runs again on the restored state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from .. import wire
+from ..errors import StorageError
+from ..store.store import Store
+from .log import Advance, Ending, OperationLog
+from .metering import Meter, usage_to_wire
+from .outcomes import Outcomes
+from .requests import OperationResult
+from .runner import Outcome, as_ours
+from .session import Operation, Session
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class Completion:
+    """Makes results durable.
+
+    Attributes:
+        closing: Set when the service ends: what cannot be written now will run again.
+    """
+
+    def __init__(self, store: Store, log: OperationLog, outcomes: Outcomes, meter: Meter, settings: Settings) -> None:
+        self.closing = False
+        self._store = store
+        self._log = log
+        self._outcomes = outcomes
+        self._meter = meter
+        self._settings = settings
+
+    async def complete(
+        self,
+        session: Session,
+        operation: Operation,
+        outcome: Outcome,
+        skipped: Sequence[Operation],
+        advance: Advance,
+    ) -> None:
+        """Write the end, however long the disk refuses it, and hand out the results.
+
+        Args:
+            skipped: Operations behind it that end with it.
+            advance: Where the session is after it.
+        """
+        if outcome.later is not None:
+            try:
+                outcome = await outcome.later()
+            except Exception as error:
+                outcome = Outcome(error=as_ours(error, operation.id))
+        endings = [Ending(operation_id=other.id, state="failed", error=other.error) for other in skipped]
+        while True:
+            try:
+                result = await self._write_end(session, operation, outcome, advance, endings)
+                break
+            except StorageError as error:
+                # The result must not be lost: the engine has moved on, and nothing of it is retried.
+                logger.warning("the result of %s cannot be written yet: %s", operation.id, error.message)
+                if self.closing:
+                    return  # it is still in the log as not ended, and will run again
+                await asyncio.sleep(self._settings.retry_seconds)
+            except Exception as error:  # e.g. the row that had to exist with it could not
+                if outcome.error is not None:
+                    raise
+                outcome = Outcome(error=as_ours(error, operation.id))
+        self._outcomes.publish(result)
+        for other in skipped:
+            self._outcomes.publish(OperationResult(other.id, "failed", error=other.error))
+        self._meter.flush()
+
+    async def _write_end(
+        self,
+        session: Session,
+        operation: Operation,
+        outcome: Outcome,
+        advance: Advance,
+        endings: Sequence[Ending],
+    ) -> OperationResult:
+        if outcome.error is not None:
+            ending = Ending(operation_id=operation.id, state="failed", error=outcome.error, advance=advance)
+            await self._log.finish(ending, *endings)
+            return OperationResult(operation.id, "failed", error=outcome.error)
+        value = dict(outcome.value)
+        charged = {kind: count for kind, count in (outcome.tokens or {}).items() if count > 0}
+        if outcome.tokens is not None:
+            value["usage"] = usage_to_wire(self._meter.prices.priced(session.base_model, outcome.tokens))
+        packed = wire.pack(value)
+        stored = await self._store.keep("result", packed)
+        await self._log.finish(
+            Ending(
+                operation_id=operation.id,
+                state="done",
+                result=stored,
+                charges=self._meter.charges(session.base_model, charged),
+                payer=session.id,
+                base_model=session.base_model,
+                currency=self._meter.prices.currency,
+                refund=outcome.refund,
+                advance=advance,
+                also=outcome.also,
+            ),
+            *endings,
+        )
+        return OperationResult(operation.id, "done", value)

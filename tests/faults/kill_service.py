@@ -1,0 +1,166 @@
+"""kill -9 of `trainsession serve`, alone or with its engine, at seeded random instants of a loop over HTTP.
+
+    python -m tests.faults.kill_service [--seed 0] [--count 20] [--model DIRECTORY]
+
+The server is started again at once on the same port and home. Checked against a loop without kills: every loss and
+logprob, the sampled tokens, the final state (bit for bit), the bill, and that the client never saw an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import trainsession as ts
+
+STEPS = 6
+
+
+def engines_of(pid: int) -> list[int]:
+    """The child processes of a server; found through /proc."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Server:
+    """`trainsession serve --dev` on one home and one port, however often it has to be started."""
+
+    def __init__(self, home: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = home.parent / "serve.log"
+        self._command = [sys.executable, "-m", "trainsession.cli", "serve", "--dev", "--port", str(port)]
+        self._command += ["--home", str(home)]
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self._command, stderr=log, stdout=log, env=environment)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self, *, engine_too: bool) -> None:
+        engines = engines_of(self.pid) if engine_too else []
+        for pid in [*engines, self.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = self._start()
+
+    def stop(self) -> int:
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(60)
+
+
+@contextlib.contextmanager
+def served(home: Path) -> Iterator[Server]:
+    server = Server(home)
+    try:
+        yield server
+    finally:
+        status = server.stop()
+    assert status == 0, server.log.read_text()
+
+
+def _batch(seed: int) -> list[ts.Datum]:
+    draw = np.random.default_rng(seed)
+    rows = [draw.integers(3, 300, size=draw.integers(8, 60)).tolist() for _ in range(3)]
+    return [ts.Datum(ts.ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in rows]
+
+
+def loop(url: str, model: str, on_start: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """What a pipelining client sees; equal loops give equal dictionaries.
+
+    Args:
+        on_start: Called when the client has reached the service: one that never did is told so at once.
+    """
+    found: dict[str, Any] = {"losses": [], "logprobs": [], "tokens": []}
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(ts.ServiceClient(url))
+        service.list_sessions()
+        on_start()
+        trainer = stack.enter_context(service.create_lora_training_client(model, rank=4, seed=1))
+        for step in range(STEPS):
+            parts = [trainer.forward_backward(_batch(2 * step + part), "cross_entropy") for part in range(2)]
+            trainer.optim_step(ts.AdamParams(learning_rate=1e-2))
+            for done in (part.result(120) for part in parts):
+                found["losses"].append(done.metrics["loss:sum"])
+                found["logprobs"] += [output["logprobs"].data.tobytes() for output in done.loss_fn_outputs]
+            if step % 3 == 1:
+                sampler = trainer.save_weights_and_get_sampling_client()
+                params = ts.SamplingParams(max_tokens=12, seed=step)
+                samples = sampler.sample([5, 6, 7 + step], num_samples=3, sampling_params=params).result(120)
+                found["tokens"] += [sample.tokens for sample in samples.sequences]
+        path = trainer.save_state("last").result(120).path
+        with tempfile.TemporaryDirectory() as directory:
+            files = Path(service.download_checkpoint(path, directory)).rglob("*.safetensors")
+            found["state"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+        usage = trainer.usage().total
+        found["bill"] = (usage.prefill, usage.sample, usage.train, usage.cost)
+    return found
+
+
+def trials(home: Path, model: str, seeds: list[int], say: Callable[[str], None] = print) -> int:
+    """Raises `AssertionError`, naming the seed, where a loop with kills came out otherwise. Returns the kills."""
+    kills = 0
+    with served(home) as server:
+        loop(server.url, model)
+        started = time.monotonic()
+        expected = loop(server.url, model)
+        seconds = time.monotonic() - started
+        assert expected["state"]
+        for seed in seeds:
+            draw = random.Random(seed)
+            delay, engine_too = draw.uniform(0, seconds), draw.random() < 0.5
+            timer = threading.Timer(delay, lambda both=engine_too: server.kill(engine_too=both))
+            try:
+                got = loop(server.url, model, timer.start)
+            except ts.TrainSessionError as error:
+                raise AssertionError(f"seed {seed}, killed at {delay:.2f} s: the client saw {error!r}") from error
+            timer.join()
+            kills += 1
+            for name, value in expected.items():
+                assert got[name] == value, f"seed {seed}, killed at {delay:.2f} s: {name} differ"
+            say(f"seed {seed}: killed{' with its engine' if engine_too else ''} at {delay:.2f} s: equal")
+    return kills
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the first trial")
+    parser.add_argument("--count", type=int, default=20, help="trials")
+    parser.add_argument("--model", help="directory of a small model; default: a random two-layer one is made")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        model = arguments.model
+        if model is None:
+            from tests.conftest import TINY_MODELS, save_tiny_model
+
+            config_class, overrides = TINY_MODELS["llama"]
+            model = str(save_tiny_model(Path(directory) / "model", config_class, **overrides))
+        seeds = list(range(arguments.seed, arguments.seed + arguments.count))
+        kills = trials(Path(directory) / "home", model, seeds)
+    print(f"{kills} kills: losses, logprobs, samples, state and bill equal; 0 lost, 0 doubled")
+
+
+if __name__ == "__main__":
+    main()
