@@ -79,6 +79,7 @@ from .types import (
     TensorData,
     Usage,
     UsageReport,
+    UsageRow,
 )
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ __all__ = [
     "UnsupportedMediaType",
     "Usage",
     "UsageReport",
+    "UsageRow",
     "__version__",
     "as_completed",
 ]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from bench.null_engine import MODEL, NullHost
 from trainsession.cli import app
 from trainsession.transport.embedded import open_embedded
 
+COST = "0.000000800000"
 SERVE = "import sys\nfrom trainsession.cli import app\napp(sys.argv[1:])"
 
 
@@ -62,6 +64,17 @@ def test_usage_shows_sessions_and_total(home: Path) -> None:
     assert re.search(r"total +0 +0 +0 +2 ", out)
     assert "engine busy" in err
     assert json.loads(run("usage", "--json")[0])["total"]["train"] == 2
+
+
+def test_usage_is_grouped_and_exported(home: Path) -> None:
+    today = datetime.now(UTC).date().isoformat()
+    out, _ = run("usage", "--by", "day,kind", "--csv", "--since", today)
+    assert out == f"day,kind,tokens,cost,currency,cost_per_million,engine_seconds\n{today},train,2,{COST},USD,0.4,\n"
+    assert json.loads(run("usage", "--by", "kind", "--json")[0])["rows"][0]["group"] == {"kind": "train"}
+    assert re.search(rf"{today} +0 +0 +0 +2 +2 +0.000001 +USD +0.4000 +0\.\d", run("usage", "--by", "day")[0])
+    assert json.loads(run("usage", "--all-projects", "--by", "project", "--json")[0])["rows"]
+    assert "expected some of" in run("usage", "--by", "hour", code=1)[1]
+    run("usage", "--csv", "--json", code=2)
 
 
 def test_download_and_delete(home: Path, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 import trainsession as ts
@@ -40,6 +42,8 @@ def test_a_loop_over_http_does_not_notice_that_its_engine_was_killed(tmp_path: P
         assert loop(server.url, str(tiny_model), killing.start) == alone
         killing.join()
         assert len(set(killed)) == 2
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert re.search(r"^trainsession_engine_restarts_total\{.*\} 2\.0$", metrics, re.M), metrics
         assert alone["losses"][-1] < alone["losses"][0]
 
 

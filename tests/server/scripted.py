@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from trainsession.engine.api import EngineHandle
 from trainsession.errors import NotFound
 from trainsession.limits import LIMITS, Limits
 from trainsession.server.auth import Authenticate, allow_all
@@ -84,6 +85,12 @@ class ScriptedService(Service):
             return Results([OperationResult("op_ready", "done", {"metrics": {}})], {})
         finally:
             self.polls_now -= 1
+
+    async def check_ready(self) -> dict[str, bool]:
+        return {"database": True}
+
+    def engines(self) -> dict[str, EngineHandle]:
+        return {}
 
     async def limits(self, project: str) -> Limits:
         return LIMITS

@@ -232,11 +232,18 @@ def test_no_spelling_of_path_or_host_gets_past_the_key(url: str, path: str, host
         assert MODEL.encode() + b'"' not in data
 
 
-SCOPED = {"info": "full read sample", "read": "full read", "sample": "full sample", "full": "full"}
+SCOPED = {
+    "info": "full read sample",
+    "read": "full read",
+    "usage": "full read operator",
+    "sample": "full sample",
+    "full": "full",
+    "operate": "operator",
+}
 
 
 def test_each_scope_reaches_what_it_may_and_nothing_else(url: str, home: Path) -> None:
-    keys = {scope: make_key(home, scope=scope) for scope in ("full", "read", "sample")}
+    keys = {scope: make_key(home, scope=scope) for scope in ("full", "read", "sample", "operator")}
     denied = 0
     for route in routes():
         if route.path in PUBLIC:
@@ -262,7 +269,7 @@ def test_only_what_changes_nothing_is_open_to_read_keys() -> None:
     """The walk above believes the marks; this holds the marks against the methods."""
     for route in routes():
         need = _NEEDS.get(route.endpoint, "full")
-        if route.path not in PUBLIC and need in ("read", "info"):
+        if route.path not in PUBLIC and need in ("read", "info", "usage", "operate"):
             assert set(route.methods or ()) <= {"GET", "HEAD"}, route.path
     sampling = {route.path for route in routes() if _NEEDS.get(route.endpoint) == "sample"}
     assert sampling == {

@@ -134,7 +134,7 @@ def test_no_route_but_health_answers_without_a_key(service: ScriptedService) -> 
     async def refuse(request: Request) -> Caller:
         raise AuthenticationFailed("no key")
 
-    assert {"/v1/health", "/openapi.json"} == PUBLIC
+    assert {"/v1/health", "/healthz", "/readyz", "/openapi.json"} == PUBLIC
     routes = [cast(Route, route) for route in all_routes(create_app(service, authenticate=refuse))]
     assert len(routes) > 20
     with serving(service, authenticate=refuse) as (url, _), httpx.Client(base_url=url) as client:

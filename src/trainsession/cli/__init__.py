@@ -11,9 +11,11 @@ except ModuleNotFoundError as error:
     sys.exit(f"the trainsession command needs {error.name}: pip install 'trainsession[server]'")
 
 from .._version import __version__
+from .doctor import diagnosis
 from .objects import objects
 from .serve import serving
 from .tenancy import db, keys, projects
+from .usage import metering
 
 app = typer.Typer(
     help="Train, sample and keep language models on a GPU that you never manage.",
@@ -23,6 +25,8 @@ app = typer.Typer(
 )
 app.add_typer(serving)
 app.add_typer(objects)
+app.add_typer(metering)
+app.add_typer(diagnosis)
 app.add_typer(projects, name="projects")
 app.add_typer(keys, name="keys")
 app.add_typer(db, name="db")

@@ -1,4 +1,4 @@
-"""Commands on what a service holds: models, sessions, checkpoints, usage."""
+"""Commands on what a service holds: models, sessions, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from .output import (
     AsJson,
     BaseUrl,
     connected,
-    print_json,
     print_rows,
-    print_table,
     stderr,
 )
 
@@ -64,32 +62,6 @@ def checkpoints(
     with connected(base_url, api_key) as client:
         rows = [asdict(checkpoint) for checkpoint in client.list_checkpoints(session)]
     print_rows(rows, ("path", "kind", "base_model", "size_bytes", "created_at", "expires_at"), as_json)
-
-
-@objects.command()
-def usage(
-    session: Annotated[str | None, typer.Option(help="Only this session.")] = None,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show metered tokens and what they cost, by session and in total.
-
-    Example:
-
-        trainsession usage
-    """
-    with connected(base_url, api_key) as client:
-        report = client.usage(session)
-    if as_json:
-        print_json(asdict(report))
-        return
-    rows = [{"session": name, **asdict(tokens)} for name, tokens in report.by_session.items()]
-    rows.append({"session": "total", **asdict(report.total)})
-    for row in rows:
-        row["cost"] = f"{row['cost']:.6f} {report.currency}"
-    print_table(rows, ("session", "prefill", "prefill_cached", "sample", "train", "cost"))
-    stderr().print(f"engine busy {report.busy_seconds:.1f} s of {report.wall_seconds:.1f} s")
 
 
 @objects.command()

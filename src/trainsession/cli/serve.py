@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import sys
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,6 +24,10 @@ def serve(
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
     home: Home = None,
     database: DatabaseUrl = None,
+    log_format: Annotated[
+        Literal["json", "text"] | None,
+        typer.Option(help="Of the log on stderr; default: text on a terminal, else json."),
+    ] = None,
 ) -> None:
     """Serve the models of this machine until Ctrl-C. Clients need an API key (`trainsession keys`).
 
@@ -39,8 +45,17 @@ def serve(
             f"use one of {', '.join(LOOPBACK)} (and an SSH tunnel from elsewhere)",
             param_hint="--host",
         )
-    from ..transport import foreground
+    from ..transport import foreground, logs
 
-    with errors_as_exit():
+    chosen = log_format or ("text" if sys.stderr.isatty() else "json")
+    console, log = stderr(), logging.getLogger("trainsession.serve")
+
+    def say(text: str) -> None:
+        if chosen == "json":
+            log.info("%s", text.strip())
+        else:
+            console.print(text, markup=False)
+
+    with errors_as_exit(), logs.to_stderr(chosen):
         where = (home or default_home()).absolute()
-        foreground.serve(host, port, where, stderr(), with_keys=not dev, database=database)
+        foreground.serve(host, port, where, say, with_keys=not dev, database=database)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..service.projects import Projects
 
 T = TypeVar("T")
-ScopeName = Literal["full", "sample", "read"]
+ScopeName = Literal["full", "sample", "read", "operator"]
 
 projects = typer.Typer(help="Projects, and what each may use at once.", no_args_is_help=True)
 keys = typer.Typer(help="API keys of projects.", no_args_is_help=True)
@@ -111,7 +111,10 @@ def create_key(
     project: Annotated[str, typer.Option(help="Whose key it is.")] = "default",
     scope: Annotated[
         ScopeName,
-        typer.Option(help="full: everything; sample: draw samples; read: look at everything, change nothing."),
+        typer.Option(
+            help="full: everything; sample: draw samples; read: look at everything, change nothing; "
+            "operator: metrics and usage of all projects, nothing in them."
+        ),
     ] = "full",
     session: Annotated[str | None, typer.Option(help="Only samples of this session (scope sample).")] = None,
     name: Annotated[str, typer.Option(help="To tell keys apart.")] = "",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from ..types import OptimStepResponse, SaveWeightsResponse, SessionInfo, Usage, UsageReport
+from ..types import OptimStepResponse, SaveWeightsResponse, SessionInfo
 from ..wire import output_from_wire, samples_from_wire
 
 T = TypeVar("T")
@@ -19,11 +19,6 @@ def read(cls: type[T], body: Mapping[str, Any]) -> T:
 
 def read_session(body: Mapping[str, Any]) -> SessionInfo:
     return read(SessionInfo, {**body, "tags": tuple(body.get("tags", ()))})
-
-
-def read_usage(body: Mapping[str, Any]) -> UsageReport:
-    by_session = {session: read(Usage, usage) for session, usage in body["by_session"].items()}
-    return read(UsageReport, {**body, "total": read(Usage, body["total"]), "by_session": by_session})
 
 
 def read_any(value: Any) -> Any:

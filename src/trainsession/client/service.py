@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from ..errors import CheckpointMismatch, InvalidRequest, NotFound
 from ..types import BaseModel, Checkpoint, LoraConfig, SaveWeightsResponse, SessionInfo, UsageReport
 from . import checkpoint_files
-from .answers import read, read_session, read_usage
+from .answers import read, read_session
 from .connection import Connection
 from .sampling import FrozenWeights, SamplingClient
 from .training import TrainingClient
 from .twins import off_thread
-from .validation import check_name, check_path, json_copy
+from .usage import When, read_usage, usage_params
+from .validation import check_name, check_path, check_session_id, json_copy, model_name
 
 if TYPE_CHECKING:
     from ..tokenization import Tokenizer
@@ -131,7 +132,7 @@ class ServiceClient:
             target_modules=None if target_modules is None else tuple(target_modules),
         )
         return self._trainer(
-            {"base_model": _model_name(base_model), "lora": lora.to_wire()},
+            {"base_model": model_name(base_model), "lora": lora.to_wire()},
             name,
             tags,
             metadata or user_metadata,
@@ -188,7 +189,7 @@ class ServiceClient:
         Raises:
             NotFound: no such session in this project.
         """
-        answer = self._connection.call("POST", f"/v1/sessions/{_session_id(session_id)}/attach")
+        answer = self._connection.call("POST", f"/v1/sessions/{check_session_id(session_id)}/attach")
         session = read_session(answer["session"])
         if session.kind != "trainer":
             raise InvalidRequest(f"session {session_id} has no trainer: it samples from {session.base_model}")
@@ -220,7 +221,7 @@ class ServiceClient:
         if path is not None:
             check_path(path)
             return SamplingClient(self._connection, FrozenWeights(path=path), self._base_model_of(path), None)
-        session, _ = self._open_session({"kind": "sampler", "base_model": _model_name(base_model)})
+        session, _ = self._open_session({"kind": "sampler", "base_model": model_name(base_model)})
         weights = FrozenWeights(base_model=session.base_model)
         return SamplingClient(self._connection, weights, session.base_model, session.session_id, owns_session=True)
 
@@ -267,7 +268,7 @@ class ServiceClient:
             Its path, for `create_sampling_client` or `create_training_client_from_state`.
         """
         files = checkpoint_files.read_adapter(path)
-        model = _model_name(base_model or checkpoint_files.base_model_of(files["adapter_config.json"]))
+        model = model_name(base_model or checkpoint_files.base_model_of(files["adapter_config.json"]))
         name = name or Path(path).expanduser().resolve().name
         check_name(name)
         body = {"base_model": model, "name": name, "files": files}
@@ -275,11 +276,27 @@ class ServiceClient:
 
     def get_tokenizer(self, base_model: str | Path) -> Tokenizer:
         """A base model's tokenizer, handed out by the service."""
-        return self._connection.tokenizer(_model_name(base_model))
+        return self._connection.tokenizer(model_name(base_model))
 
-    def usage(self, session_id: str | None = None) -> UsageReport:
-        """Metered tokens and what they cost: of the project, or of one session; also while it runs."""
-        return read_usage(self._connection.call("GET", "/v1/usage", params={"session_id": session_id}))
+    def usage(
+        self,
+        session_id: str | None = None,
+        *,
+        by: Sequence[str] | str = (),
+        since: When | None = None,
+        until: When | None = None,
+        all_projects: bool = False,
+    ) -> UsageReport:
+        """Metered tokens and what they cost: of the project, or of one session; also while it runs.
+
+        Args:
+            by: Group the report's ``rows`` by some of ``project``, ``session``, ``model``, ``kind``, ``day`` (UTC).
+            since: Of this time on: a datetime, ISO 8601 or seconds since 1970; UTC unless it says otherwise.
+            until: Up to, and without, this time.
+            all_projects: Of the whole service; for its operator only.
+        """
+        params = usage_params(session_id, by, since, until, all_projects)
+        return read_usage(self._connection.call("GET", "/v1/usage", params=params))
 
     # --- life -----------------------------------------------------------------------------
 
@@ -346,7 +363,7 @@ class ServiceClient:
     def _base_model_of(self, path: str) -> str:
         session_id, _, name = path.removeprefix("ts://").partition("/")
         if name == "live":
-            return read_session(self._connection.call("GET", f"/v1/sessions/{_session_id(session_id)}")).base_model
+            return read_session(self._connection.call("GET", f"/v1/sessions/{check_session_id(session_id)}")).base_model
         found = next((c for c in self.list_checkpoints(session_id) if c.path == path), None)
         if found is None:
             raise NotFound(f"there is no checkpoint {path} in this project", details={"path": path})
@@ -369,18 +386,3 @@ def _http(base_url: str, api_key: str | None, project: str | None) -> Callable[[
         return Transport(base_url, api_key, headers={PROJECT_HEADER: project} if project else None)
 
     return open_transport
-
-
-def _model_name(name: Any) -> str:
-    """A base model's name; a path as an absolute one, because the service may run in another directory."""
-    if isinstance(name, Path) or (isinstance(name, str) and name.startswith((".", "~"))):
-        return str(Path(name).expanduser().absolute())
-    if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"base_model: expected a name as in list_base_models(), got {name!r}")
-    return name
-
-
-def _session_id(session_id: Any) -> str:
-    if not isinstance(session_id, str) or not session_id or "/" in session_id:
-        raise InvalidRequest(f"session_id: expected a session's id, got {session_id!r}")
-    return session_id

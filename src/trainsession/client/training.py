@@ -22,13 +22,14 @@ from ..types import (
 from ..types.display import session_html
 from ..wire import output_from_wire
 from . import checkpoint_files, custom_loss, openai_clients
-from .answers import read, read_any, read_session, read_usage
+from .answers import read, read_any, read_session
 from .connection import Connection
 from .custom_loss import CustomLoss
 from .futures import OperationFuture
 from .sampling import FrozenWeights, SamplingClient
 from .submitter import PendingOperation, Submitter
 from .twins import at_once, off_thread
+from .usage import read_usage
 from .validation import captured, check_batch, check_name, check_path, check_ttl, json_copy
 
 if TYPE_CHECKING:

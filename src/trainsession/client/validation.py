@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..engine.loss_inputs import check_data
@@ -97,3 +98,18 @@ def json_copy(value: Any, what: str) -> Any:
 def _number(value: Any) -> Any:
     """numpy's and torch's scalars as Python's own."""
     return value.item() if hasattr(value, "item") else value
+
+
+def model_name(name: Any) -> str:
+    """A base model's name; a path as an absolute one, because the service may run in another directory."""
+    if isinstance(name, Path) or (isinstance(name, str) and name.startswith((".", "~"))):
+        return str(Path(name).expanduser().absolute())
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"base_model: expected a name as in list_base_models(), got {name!r}")
+    return name
+
+
+def check_session_id(session_id: Any) -> str:
+    if not isinstance(session_id, str) or not session_id or "/" in session_id:
+        raise InvalidRequest(f"session_id: expected a session's id, got {session_id!r}")
+    return session_id

@@ -261,6 +261,12 @@ def load_model(
     return model
 
 
+def default_mode() -> tuple[str, str, bool]:
+    """Device, dtype and exactness that `load_model` takes for a model that allows exact mode."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device.type, str(_choose_dtype("auto", device)).removeprefix("torch."), device.type == "cpu"
+
+
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """transformers draws a bar per load; ours is the runtime's to draw."""

@@ -19,14 +19,14 @@ from .._version import __version__
 from ..errors import TrainSessionError
 from ..service.service import Service
 from .auth import Authenticate
-from .doors import native, openai
+from .doors import native, openai, operator
 from .guard import Guard
 from .responses import error_response
 from .routes import KeyedRoute
 from .schemas import DESCRIBED
 
-PUBLIC = frozenset({"/v1/health", "/openapi.json"})
-"""Routes that need no key: that a service is here, and how it is spoken to."""
+PUBLIC = frozenset({"/v1/health", "/healthz", "/readyz", "/openapi.json"})
+"""Routes that need no key: that a service is here and works, and how it is spoken to."""
 
 
 def create_app(
@@ -58,6 +58,8 @@ def create_app(
     app.include_router(native.hot)
     app.include_router(native.router)
     app.include_router(native.public)
+    app.include_router(operator.router)
+    app.include_router(operator.public)
     app.include_router(openai.hot)
     app.include_router(openai.router)
     _check_keyed(app)

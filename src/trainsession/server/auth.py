@@ -19,14 +19,15 @@ from .guard import BodyBound
 
 Authenticate: TypeAlias = Callable[[Request], Awaitable[Caller]]
 """Whom a request comes from; raises `AuthenticationFailed`."""
-Need: TypeAlias = Literal["info", "read", "sample", "full"]
+Need: TypeAlias = Literal["info", "read", "usage", "sample", "full", "operate"]
 """What a route asks of a key; a route that says nothing (`needs`) is for ``full`` ones."""
 
 PROJECT_HEADER = "x-trainsession-project"
 _MAY: dict[Scope, frozenset[Need]] = {
-    "full": frozenset({"info", "read", "sample", "full"}),
-    "read": frozenset({"info", "read"}),
+    "full": frozenset({"info", "read", "usage", "sample", "full"}),
+    "read": frozenset({"info", "read", "usage"}),
     "sample": frozenset({"info", "sample"}),
+    "operator": frozenset({"usage", "operate"}),
 }
 _NEEDS: dict[Any, Need] = {}
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -35,9 +36,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def needs(need: Need) -> Callable[[_F], _F]:
     """Open an endpoint to keys that may less than everything.
 
-    ``info`` is for every key, ``read`` for those that look at a project, ``sample`` for those that draw
-    samples. An endpoint that a ``sample`` key reaches takes a `CallerOf`, not a `Project`, and hands the
-    service what the caller is restricted to (`Caller.only`).
+    ``info`` is for every key of a project, ``read`` for those that look at it, ``sample`` for those that
+    draw samples, ``operate`` for the operator alone and ``usage`` for the operator and who may read. An
+    endpoint that a ``sample`` key reaches takes a `CallerOf`, not a `Project`, and hands the service what
+    the caller is restricted to (`Caller.only`).
     """
 
     def remember(endpoint: _F) -> _F:
@@ -48,8 +50,8 @@ def needs(need: Need) -> Callable[[_F], _F]:
 
 
 async def allow_all(request: Request) -> Caller:
-    """For a service that only this machine's user reaches: a private socket, or loopback."""
-    return Caller(DEFAULT_PROJECT)
+    """For a service that only this machine's user reaches, who is its operator: a private socket, or loopback."""
+    return Caller(DEFAULT_PROJECT, operator=True)
 
 
 def by_key(keys: Keys) -> Authenticate:
@@ -82,7 +84,7 @@ async def authenticated(request: Request) -> Caller:
         return known
     caller = await ask_again(request)
     need = _NEEDS.get(request.scope.get("endpoint"), "full")
-    if need not in _MAY[caller.scope]:
+    if need not in _MAY[caller.scope] and not (need == "operate" and caller.operator):
         scopes = [scope for scope, may in _MAY.items() if need in may]
         raise PermissionDenied(
             f"this API key has scope {caller.scope}, and this call needs {' or '.join(scopes)}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ from ..errors import (
 )
 from ..limits import LIMITS, Limits
 from ..wire import MEDIA_TYPE, PROTOCOL_VERSION, VERSION_HEADER, decompress
+from . import access_log
 from .responses import OFF_LOOP_ABOVE, error_response, media_type
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -59,12 +61,12 @@ class Guard:
             return
         request_id = f"req_{secrets.token_hex(8)}"
         scope.setdefault("state", {})["request_id"] = request_id
-        started = False
+        began, status = time.perf_counter(), 0
 
         async def send_named(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[VERSION_HEADER] = str(PROTOCOL_VERSION)
                 headers[REQUEST_ID_HEADER] = request_id
@@ -76,9 +78,11 @@ class Guard:
             _check_version(headers)
             await self.app(scope, self._limited(scope, headers, receive), send_named)
         except Exception as error:
-            if started:
+            if status:
                 raise  # the answer has begun: all that is left is to break the connection
             await self.answer(error, scope)(scope, receive, send_named)
+        finally:
+            access_log.write(scope, status or access_log.HUNG_UP, began)
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         _, port = scope.get("server") or ("", None)

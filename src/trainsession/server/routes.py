@@ -21,6 +21,7 @@ class KeyedRoute(APIRoute):
         answer = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
+            request.state.route = self.path
             await authenticated(request)
             return await answer(request)
 
@@ -50,6 +51,7 @@ class PlainRoute(KeyedRoute):
         endpoint = self.endpoint
 
         async def handle(request: Request) -> Response:
+            request.state.route = self.path
             caller = await authenticated(request)
             service = request.app.state.service
             response: Response = await endpoint(request=request, caller=caller, service=service, **request.path_params)

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ..limits import LIMITS
 from ..service.requests import CreateSession, OperationKind, OperationState
-from ..types import BaseModel, Checkpoint, LoraConfig, SessionInfo
+from ..types import USAGE_GROUPS, BaseModel, Checkpoint, LoraConfig, SessionInfo
 
 
 class Request(PydanticModel):
@@ -50,6 +50,16 @@ class ErrorBody(Answer):
 class Health(Answer):
     status: Literal["ok"]
     version: str
+
+
+class Alive(Answer):
+    status: Literal["ok"]
+
+
+class Ready(Answer):
+    ready: bool
+    checks: dict[str, bool]
+    engines_loaded: int
 
 
 class Models(Answer):
@@ -164,6 +174,28 @@ class UsageBody(Answer):
     cost: float
 
 
+class UsageParams(PydanticModel):
+    model_config = ConfigDict(extra="forbid")  # not strict: a query holds text only
+
+    session_id: str | None = None
+    by: Annotated[str | None, Field(description=f"Comma-separated, of {', '.join(USAGE_GROUPS)}.")] = None
+    since: Annotated[float | None, Field(description="Seconds since 1970.")] = None
+    until: Annotated[float | None, Field(description="Seconds since 1970; up to and without it.")] = None
+    all_projects: bool = False
+    format: Literal["json", "csv"] = "json"
+
+    def grouping(self) -> dict[str, Any]:
+        return {"by": self.by.split(",") if self.by else [], "since": self.since, "until": self.until}
+
+
+class UsageRowBody(Answer):
+    group: dict[str, str]
+    usage: UsageBody
+    cost: str
+    currency: str
+    engine_seconds: float | None
+
+
 class UsageReportBody(Answer):
     total: UsageBody
     by_session: dict[str, UsageBody]
@@ -171,6 +203,9 @@ class UsageReportBody(Answer):
     currency: str
     wall_seconds: float
     busy_seconds: float
+    by: list[str]
+    rows: list[UsageRowBody]
+    costs: dict[str, str]
 
 
 # --- msgpack bodies: their logical structure ------------------------------------------------

@@ -24,10 +24,11 @@ from ..store.database import Database, Prepared
 from ..store.schema import api_keys, projects, sessions
 from .projects import unknown_project
 
-Scope = Literal["full", "sample", "read"]
-"""``full`` may do everything, ``read`` looks at everything and changes nothing, ``sample`` draws
-samples and sees those, of one session only where the key is bound to it."""
-SCOPES: tuple[Scope, ...] = ("full", "sample", "read")
+Scope = Literal["full", "sample", "read", "operator"]
+"""Within its project ``full`` may do everything, ``read`` looks at everything and changes nothing, and
+``sample`` draws samples and sees those, of one session only where the key is bound to it. ``operator``
+is for whoever runs the service: its metrics and the usage of all projects, and nothing in any of them."""
+SCOPES: tuple[Scope, ...] = ("full", "sample", "read", "operator")
 
 MAX_VALID_SECONDS = 100 * 365.25 * 86_400
 _KEY = re.compile(r"(ts-[0-9a-f]{12})-[0-9a-f]{64}")
@@ -53,6 +54,8 @@ class Caller:
     scope: Scope = "full"
     session_id: str | None = None
     """The one session that a ``sample`` key is bound to."""
+    operator: bool = False
+    """Whether it may see what is of the service as a whole."""
 
     @property
     def only(self) -> SamplesOf | None:
@@ -192,7 +195,7 @@ class Keys:
             raise AuthenticationFailed(f"the API key {match[1]} was revoked")
         if expires_at is not None and expires_at <= time.time():
             raise AuthenticationFailed(f"the API key {match[1]} has expired")
-        return Caller(project, scope, session_id)
+        return Caller(project, scope, session_id, operator=scope == "operator")
 
 
 _FIND = Prepared(

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,12 @@ from .log import Advance, OperationLog
 from .metering import Meter
 from .outcomes import Outcomes
 from .recovery import Recovery
-from .runner import Outcome, Runner, as_ours, is_pass
-from .scheduler import Ready, Scheduler
+from .runner import Outcome, Runner, as_ours, is_pass, ready_of
+from .scheduler import Scheduler
 from .session import REPLAYED_KINDS, WINDOW_KINDS, Operation, Session
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
-_MAX_UNFINISHED = 64
-"""Results of one session that may wait for the disk before its next operation does."""
 _PARSE_IN_THREAD = 1 << 20
 MAX_LOSSES = 3
 """Times that an engine's process may end under an operation before it fails."""
@@ -55,6 +53,7 @@ class Lane:
         checkpoints: Checkpoints,
         settings: Settings,
         scratch: Path,
+        on_loss: Callable[[str], None],
     ) -> None:
         self.base_model = base_model
         self.pool = FrozenPool(store, checkpoints, settings.live_snapshots, settings.kept_snapshots)
@@ -66,6 +65,7 @@ class Lane:
         self._checkpoints = checkpoints
         self._settings = settings
         self._scratch = scratch
+        self._on_loss = on_loss
         self._recovery = Recovery(store, checkpoints)
         self._scheduler = Scheduler()
         self._sessions: dict[str, Session] = {}
@@ -79,6 +79,11 @@ class Lane:
         self._closing = False
 
     # --- what others ask of it ---------------------------------------------------------------
+
+    @property
+    def loaded(self) -> EngineHandle | None:
+        """The engine, once it is loaded and while it lives."""
+        return self._handle if self._handle is not None and self._handle.alive else None
 
     @property
     def info(self) -> EngineInfo | None:
@@ -166,7 +171,7 @@ class Lane:
             await self._rewind_lost()
             for session in list(self._sessions.values()):
                 self._pass_ended(session)
-            picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := _ready(s))])
+            picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := ready_of(s))])
             if not picked:
                 await self._wake.wait()
                 continue
@@ -178,6 +183,7 @@ class Lane:
         if self._handle is None or self._handle.alive:
             return
         logger.warning("the engine of %s is lost; its sessions are restored", self.base_model)
+        self._on_loss(self.base_model)
         self._handle = None
         self.pool.lost()
         for session in self._sessions.values():
@@ -233,12 +239,12 @@ class Lane:
             return
         metered = [session for session, operation, _ in work if not operation.replay]
         for session in metered:
-            self._meter.enter(handle, session.project, session.id)
+            self._meter.enter(handle, session.project, session.id, self.base_model)
         try:
             outcomes = await self._outcomes_of(self._runner(handle), work)
         finally:
             for session in metered:
-                self._meter.leave(handle, session.project, session.id)
+                self._meter.leave(handle, session.project, session.id, self.base_model)
         seconds = time.monotonic() - started
         for (session, operation, _), outcome in zip(work, outcomes, strict=True):
             self._end(session, operation, outcome, seconds)
@@ -368,13 +374,3 @@ class Lane:
     async def _drop(self, handle: EngineHandle, session: Session) -> None:
         with contextlib.suppress(EngineLost):  # then it is gone anyway
             await handle.call("drop_adapter", session.id)
-
-
-def _ready(session: Session) -> Ready | None:
-    operation = session.head
-    if operation is None or len(session.completions) >= _MAX_UNFINISHED:
-        return None
-    passes = is_pass(operation)
-    tokens = max(1, operation.tokens) if passes else 0
-    # One under which the engine ended runs alone: others must not pay if it does so again.
-    return Ready(session.project, session.id, tokens, mergeable=passes and not operation.losses)

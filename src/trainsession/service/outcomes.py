@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from ..errors import NotFound
 from ..limits import LIMITS
@@ -15,24 +17,39 @@ _REMEMBERED = 2_048
 """Results held in memory beside the log; a poll usually finds its own here."""
 
 
-class Outcomes:
-    """Results of this process' operations, and the events of those who wait for them."""
+class _Open(NamedTuple):
+    """An operation that will end in this process."""
 
-    def __init__(self, log: OperationLog) -> None:
+    project: str
+    kind: str
+    position: Callable[[], int]
+    since: float
+
+
+class Outcomes:
+    """Results of this process' operations, and the events of those who wait for them.
+
+    Args:
+        ended: Told the kind, end state and seconds of each operation that ends.
+    """
+
+    def __init__(self, log: OperationLog, ended: Callable[[str, str, float], None]) -> None:
         self._log = log
+        self._ended = ended
         self._recent: OrderedDict[str, tuple[str, OperationResult]] = OrderedDict()
-        self._open: dict[str, tuple[str, Callable[[], int]]] = {}
+        self._open: dict[str, _Open] = {}
         self._waiters: dict[str, set[asyncio.Event]] = {}
 
-    def expect(self, project: str, operation_id: str, position: Callable[[], int]) -> None:
+    def expect(self, project: str, operation_id: str, kind: str, position: Callable[[], int]) -> None:
         """An operation will end in this process; ``position`` says how many stand before it."""
-        self._open[operation_id] = (project, position)
+        self._open[operation_id] = _Open(project, kind, position, time.monotonic())
 
     def publish(self, result: OperationResult) -> None:
         """An operation has ended, durably."""
         entry = self._open.pop(result.operation_id, None)
         if entry is not None:
-            self._recent[result.operation_id] = (entry[0], result)
+            self._ended(entry.kind, result.state, time.monotonic() - entry.since)
+            self._recent[result.operation_id] = (entry.project, result)
             while len(self._recent) > _REMEMBERED:
                 self._recent.popitem(last=False)
         for event in self._waiters.pop(result.operation_id, ()):
@@ -79,7 +96,7 @@ class Outcomes:
         found: dict[str, OperationResult | None] = {}
         for operation_id in ids:
             if operation_id in self._open:
-                if self._open[operation_id][0] == project:
+                if self._open[operation_id].project == project:
                     found[operation_id] = None
             elif operation_id in self._recent and self._recent[operation_id][0] == project:
                 found[operation_id] = self._recent[operation_id][1]
@@ -119,7 +136,7 @@ class Outcomes:
 
     def _position(self, operation_id: str) -> int:
         entry = self._open.get(operation_id)
-        return 0 if entry is None else max(0, entry[1]())
+        return 0 if entry is None else max(0, entry.position())
 
 
 def unknown_operation(operation_id: str) -> NotFound:

@@ -27,10 +27,13 @@ from .bodies import SAVE_KINDS, TRAINING_KINDS, Body, check_training
 from .checkpoints import EXPORT_SECONDS, Checkpoints, Origin, already_exists
 from .frozen import FrozenPool, Weights
 from .log import OperationLog
+from .scheduler import Ready
 from .session import KeptForward, Operation, Session
 
 logger = logging.getLogger(__name__)
 _GRAPHS_PER_SESSION = 4
+_MAX_UNFINISHED = 64
+"""Results of one session that may wait for the disk before its next operation does."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -304,3 +307,14 @@ def as_ours(error: Exception, operation_id: str) -> TrainSessionError:
 def is_pass(operation: Operation) -> bool:
     """It runs over data, so it has a cost and may share a pass."""
     return operation.kind in TRAINING_KINDS
+
+
+def ready_of(session: Session) -> Ready | None:
+    """What the session would run next; None where it has nothing, or waits for the disk."""
+    operation = session.head
+    if operation is None or len(session.completions) >= _MAX_UNFINISHED:
+        return None
+    passes = is_pass(operation)
+    tokens = max(1, operation.tokens) if passes else 0
+    # One under which the engine ended runs alone: others must not pay if it does so again.
+    return Ready(session.project, session.id, tokens, mergeable=passes and not operation.losses)

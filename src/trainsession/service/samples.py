@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -84,8 +84,7 @@ class Samples:
         """Accept all requests in one commit, or none.
 
         Raises:
-            InvalidRequest, NotFound: what the engine could not run, as far as it is known yet.
-            PermissionDenied: not ``only`` of that session.
+            InvalidRequest, NotFound: what the engine could not run. PermissionDenied: not ``only``'s.
             RateLimited: the project has as many under way, or used as many tokens, as it may.
         """
         LIMITS.check("max_prompts", len(requests), "requests")
@@ -187,10 +186,14 @@ class Samples:
             self._quotas.count_samples(row.project, 1)
             self._start(source, [SampleRun(row.id, row.project, row.session_id or "", request, source.lane)])
 
+    def queued(self) -> Counter[str]:
+        """Requests of all projects that wait or run, by base model."""
+        return Counter(run.lane.base_model for run in self._runs.values())
+
     def _start(self, source: WeightsSource, runs: Sequence[SampleRun]) -> None:
         for run in runs:
             self._runs[run.id] = run
-            self._outcomes.expect(run.project, run.id, position_of(run))
+            self._outcomes.expect(run.project, run.id, SAMPLE, position_of(run))
         if runs:
             self._spawn(self._feed(source, runs))
 
@@ -215,14 +218,14 @@ class Samples:
                 self._spawn(self._fail(run, error))
                 continue
             run.handle = handle
-            self._meter.enter(handle, run.project, run.payer)
+            self._meter.enter(handle, run.project, run.payer, run.lane.base_model)
             handle.sample(item_of(run, request, source.weights.key), self._listener(run, source, release))
 
     def _releaser(self, run: SampleRun, handle: EngineHandle, release: Callable[[], None]) -> Callable[[], None]:
         def once() -> None:
             if run.handle is not None:
                 run.handle = None
-                self._meter.leave(handle, run.project, run.payer)
+                self._meter.leave(handle, run.project, run.payer, run.lane.base_model)
             release()
 
         return once

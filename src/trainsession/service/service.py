@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,33 +11,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import sqlalchemy as sa
-
 from ..engine import checkpoint as formats
-from ..engine.api import EngineHost
-from ..errors import Cancelled, InvalidRequest, ServiceUnavailable
+from ..engine.api import EngineHandle, EngineHost
+from ..errors import Cancelled, ServiceUnavailable
 from ..limits import Limits
-from ..store.schema import metrics as metrics_table
 from ..store.store import Store
 from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, UsageReport
+from . import metrics_log
 from .base_samplers import BaseSamplers
 from .bodies import check_name
 from .checkpoints import Checkpoints
 from .janitor import Janitor
 from .keys import Keys, SamplesOf
 from .lane import Lane
-from .log import Ending, OperationLog
+from .log import SAMPLE, Ending, OperationLog
 from .metering import Meter
 from .outcomes import Outcomes, unknown_operation
 from .prices import EXAMPLE_PRICES, PriceTable
 from .projects import Projects
 from .quotas import Quotas
+from .readiness import Readiness
 from .requests import Attached, CreateSession, OperationRequest, OperationResult, Results, SampleRequest
 from .samples import Samples
 from .session import Session
 from .sessions import Sessions, unknown_session
 from .settings import Settings
 from .submission import Submission
+from .telemetry import Telemetry
+from .usage import UsageQuery
 from .weights import WeightsResolver
 
 
@@ -56,7 +56,9 @@ class Service:
         self._scratch = home / "tmp"
         self._lanes: dict[str, Lane] = {}
         self._log = OperationLog(store)
-        self._outcomes = Outcomes(self._log)
+        self.telemetry = Telemetry(store)
+        self._readiness = Readiness(store)
+        self._outcomes = Outcomes(self._log, self.telemetry.ended)
         self._meter = Meter(store, prices)
         self._checkpoints = Checkpoints(store)
         self.keys = Keys(store.database)
@@ -91,7 +93,7 @@ class Service:
             home: Directory of the database and blobs; made if missing (0700).
             host: Where engines come from; the service closes it.
             database: URL of a PostgreSQL database; default: a file in the home.
-            prices: A price table in TOML; default: the packaged example prices.
+            prices: A price table in TOML; default: ``prices.toml`` in the home, or the packaged example prices.
             settings: Times and bounds; default: `Settings()`.
 
         Raises:
@@ -100,7 +102,8 @@ class Service:
                 written by an older one.
             InvalidRequest: ``database`` is no such URL.
         """
-        table = PriceTable.load(prices or EXAMPLE_PRICES)
+        own = home / "prices.toml"
+        table = PriceTable.load(prices or (own if own.exists() else EXAMPLE_PRICES))
         store = await asyncio.to_thread(Store, home, database)
         service = cls(home, store, host, table, settings or Settings())
         try:
@@ -194,26 +197,12 @@ class Service:
     ) -> None:
         """Append a row to the session's metrics log."""
         await self._sessions.info(project, session_id)
-        try:
-            json.dumps(dict(metrics))
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest(f"metrics: not JSON: {error}", details={"key": "metrics"}) from None
-        row = {
-            "project": project,
-            "session_id": session_id,
-            "step": step,
-            "time": time.time(),
-            "metrics": dict(metrics),
-        }
-        await self.store.write(lambda connection: connection.execute(sa.insert(metrics_table).values(**row)))
+        await metrics_log.append(self.store, project, session_id, metrics, step)
 
     async def read_log(self, project: str, session_id: str) -> list[dict[str, Any]]:
         """Rows ``{"step", "time", "metrics"}``, oldest first."""
         await self._sessions.info(project, session_id)
-        columns = (metrics_table.c.step, metrics_table.c.time, metrics_table.c.metrics)
-        query = sa.select(*columns).where(metrics_table.c.session_id == session_id).order_by(metrics_table.c.id)
-        rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
-        return [dict(row) for row in rows]
+        return await metrics_log.read(self.store, session_id)
 
     async def base_sampler(self, project: str, base_model: str) -> SessionInfo:
         """The session that pays for a base model's samples where the caller names none; see `BaseSamplers.of`."""
@@ -231,7 +220,8 @@ class Service:
                 nothing was logged and the number is free.
         """
         self._check_open()
-        return await self._submission.submit(project, session_id, request)
+        with self.telemetry.submit_seconds.labels(request.kind).time():
+            return await self._submission.submit(project, session_id, request)
 
     async def cancel(self, project: str, operation_id: str, only: SamplesOf | None = None) -> bool:
         """Whether the operation will not run, or a running sample will stop within a step.
@@ -285,7 +275,8 @@ class Service:
             LimitExceeded, RateLimited: name the project's limit.
         """
         self._check_open()
-        return await self._samples.submit(project, weights, requests, idempotency_key, only)
+        with self.telemetry.submit_seconds.labels(SAMPLE).time():
+            return await self._samples.submit(project, weights, requests, idempotency_key, only)
 
     async def stream(
         self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
@@ -353,9 +344,23 @@ class Service:
         state = await self.store.in_thread(formats.adapter_from_peft, files)
         return await self._sessions.record_import(project, base_model, name, state)
 
-    async def usage(self, project: str, session_id: str | None = None) -> UsageReport:
-        """Tokens, cost and time of one session or of the project, up to now."""
-        return await self._meter.usage(project, session_id)
+    async def usage(self, project: str | None, session_id: str | None = None, **fields: Any) -> UsageReport:
+        """Tokens, cost and time up to now; see `UsageQuery` for ``fields``."""
+        return await self._meter.usage(UsageQuery(project=project, session_id=session_id, **fields))
+
+    # --- for the operator --------------------------------------------------------------------
+
+    def engines(self) -> dict[str, EngineHandle]:
+        """Those that are loaded, by base model."""
+        return {model: lane.loaded for model, lane in self._lanes.items() if lane.loaded is not None}
+
+    async def check_ready(self) -> dict[str, bool]:
+        """What of the stores can be written; see `Readiness`."""
+        return await self._readiness.check()
+
+    async def metrics(self) -> bytes:
+        """Of the whole service, as Prometheus reads them."""
+        return await self.telemetry.render(self.engines(), self._sessions.queued(), self._samples.queued())
 
     # --- inside ------------------------------------------------------------------------------
 
@@ -372,6 +377,7 @@ class Service:
                 self._checkpoints,
                 self._settings,
                 self._scratch,
+                self.telemetry.engine_restarted,
             )
         return lane
 

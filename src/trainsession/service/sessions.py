@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -255,6 +256,15 @@ class Sessions:
         del self._live[session_id]
         return session.info()
 
+    def queued(self) -> Counter[tuple[str, str]]:
+        """Operations of all projects that wait or run, by base model and kind."""
+        return Counter(
+            (session.base_model, operation.kind)
+            for session in self._live.values()
+            for operation in session.pending.values()
+            if operation.error is None and not operation.replay
+        )
+
     def unfinished(self, project: str) -> int:
         """Operations of the project that wait or run; not those that run again after a restart."""
         return sum(session.num_new for session in self._live.values() if session.project == project)
@@ -271,7 +281,8 @@ class Sessions:
         return session
 
     def expect(self, session: Session, operation_id: str, seq: int) -> None:
-        self._outcomes.expect(session.project, operation_id, lambda: seq - session.next_run)
+        kind = session.pending[seq].kind
+        self._outcomes.expect(session.project, operation_id, kind, lambda: seq - session.next_run)
 
     async def _row(self, project: str, session_id: str) -> Any:
         query = sa.select(sessions).where(sessions.c.id == session_id, sessions.c.project == project)

@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-SCHEMA_VERSION = "0002"
+SCHEMA_VERSION = "0003"
 """The newest migration; an older database is upgraded, a newer one refused."""
 
 metadata = MetaData()
@@ -165,8 +165,22 @@ ledger = Table(
     Column("created_at", Float, nullable=False),
     UniqueConstraint("operation_id", "kind"),
     Index("ledger_by_session", "project", "session_id"),
+    Index("ledger_by_time", "project", "created_at"),
 )
-"""Append-only. ``price`` is millionths of a currency unit per million tokens, as of that moment."""
+"""Append-only: triggers refuse any change of a row. ``price`` is millionths of a currency unit per
+million tokens, as of that moment."""
+
+engine_time = Table(
+    "engine_time",
+    metadata,
+    Column("project", String, primary_key=True),
+    Column("session_id", String, primary_key=True),
+    Column("base_model", String, primary_key=True),
+    Column("hour", BigInteger, primary_key=True),
+    Column("seconds", Float, nullable=False),
+)
+"""Seconds that engines worked for whom, by hours since 1970 (`service.engine_time`). The columns
+``busy_seconds`` of sessions and projects are older, and no longer written."""
 
 checkpoints = Table(
     "checkpoints",

@@ -30,7 +30,8 @@ class SqliteBackend(Backend):
 
     def engine(self, use: Use) -> sa.Engine:
         """Its transactions begin explicitly (pysqlite's own rules would defer them)."""
-        engine = sa.create_engine(f"sqlite:///{self._path}")
+        # Parameters are prompts and hashes of keys: they stay out of what an error says.
+        engine = sa.create_engine(f"sqlite:///{self._path}", hide_parameters=True)
         begin = _BEGIN[use]
 
         @event.listens_for(engine, "connect")

@@ -14,19 +14,18 @@ from ..service.keys import Keys
 from ..store.database import opened
 from .embedded import OpenHost, engine_processes
 from .home import HomeLock, prepare, published
+from .logs import Say
 from .serving import serve_home
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..types import BaseModel
 
 
 class AnnouncingHost:
-    """An engine host that says on the console what it loads, and in which mode it runs."""
+    """An engine host that says what it loads, and in which mode it runs."""
 
-    def __init__(self, host: Any, console: Console) -> None:
-        self._host, self._console = host, console
+    def __init__(self, host: Any, say: Say) -> None:
+        self._host, self._say = host, say
         self._announced: set[str] = set()
 
     def list_base_models(self) -> list[BaseModel]:
@@ -41,7 +40,7 @@ class AnnouncingHost:
         if info.base_model not in self._announced:
             self._announced.add(info.base_model)
             mode = "exact (results are bit-equal alone, in a crowd and after replay)" if info.exact else "not exact"
-            self._console.print(f"loaded {info.base_model} on {info.device}, {info.dtype}, {mode}", markup=False)
+            self._say(f"loaded {info.base_model} on {info.device}, {info.dtype}, {mode}")
         return handle
 
     async def tokenizer_files(self, base_model: str) -> dict[str, bytes]:
@@ -55,7 +54,7 @@ def serve(
     host: str,
     port: int,
     home: Path,
-    console: Console,
+    say: Say,
     *,
     with_keys: bool,
     database: str | None = None,
@@ -65,6 +64,7 @@ def serve(
 
     Args:
         host: An address of this machine; without keys it must be a loopback one.
+        say: Told what its user should know: addresses, models that were loaded, the end.
         open_host: Makes the engine host; default: each model's engine in a process of its own, so that what
             ends one leaves the service and its clients alive.
         with_keys: Every request on the port needs an API key; else none does, and all are of one project.
@@ -90,7 +90,7 @@ def serve(
         except OSError as error:
             raise ServiceUnavailable(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
         with listener:
-            engines = AnnouncingHost(open_host(), console)
+            engines = AnnouncingHost(open_host(), say)
             shown = f"[{host}]" if ":" in host else host
             url = f"http://{shown}:{listener.getsockname()[1]}"
 
@@ -101,10 +101,10 @@ def serve(
                 names = [model.name for model in engines.list_base_models() if model.available]
                 who = "with API keys" if with_keys else "no keys: this machine only"
                 key = "TRAINSESSION_API_KEY=... " if with_keys else ""
-                console.print(f"trainsession at {url} ({who})", markup=False)
-                console.print(f"  home    {home}", markup=False)
-                console.print(f"  models  {', '.join(names) or 'none is here without a model hub'}", markup=False)
-                console.print(f"  use it  TRAINSESSION_BASE_URL={url} {key}python your_loop.py", markup=False)
+                say(f"trainsession at {url} ({who})")
+                say(f"  home    {home}")
+                say(f"  models  {', '.join(names) or 'none is here without a model hub'}")
+                say(f"  use it  TRAINSESSION_BASE_URL={url} {key}python your_loop.py")
 
             serving = serve_home(
                 home, run, lambda: engines, on_ready, [listener], with_keys=with_keys, database=database
@@ -112,7 +112,7 @@ def serve(
             asyncio.run(serving)
     finally:
         lock.release()
-    console.print("stopped; sessions are kept", markup=False)
+    say("stopped; sessions are kept")
 
 
 async def _check_keys(home: Path, database: str | None) -> None:

@@ -13,10 +13,11 @@ from .results import (
     SessionInfo,
     StopReason,
     Usage,
-    UsageReport,
 )
+from .usage import USAGE_GROUPS, UsageGroup, UsageReport, UsageRow
 
 __all__ = [
+    "USAGE_GROUPS",
     "AdamParams",
     "BaseModel",
     "Checkpoint",
@@ -35,5 +36,7 @@ __all__ = [
     "StopReason",
     "TensorData",
     "Usage",
+    "UsageGroup",
     "UsageReport",
+    "UsageRow",
 ]

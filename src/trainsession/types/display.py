@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .results import SampleResponse, SessionInfo, UsageReport
+    from .results import SampleResponse, SessionInfo
+    from .usage import UsageReport
 
 _MAX_ROWS = 20
 _MAX_TEXT = 400

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from .data import TensorData
-from .display import samples_html, session_html, shortened, usage_html
+from .display import samples_html, session_html, shortened
 
 StopReason = Literal["stop", "length", "cancelled"]
 """``stop``: an end token, a stop token or a stop string; ``length``: max_tokens or the context."""
@@ -180,37 +180,3 @@ class SessionInfo:
 
     def _repr_html_(self) -> str:
         return session_html(self)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class UsageReport:
-    """Metered tokens and time, of one session or of a project.
-
-    Attributes:
-        total: All tokens and their cost.
-        by_session: The same by session id.
-        prices: Per million tokens, by base model and kind.
-        wall_seconds: Since the first session here began.
-        busy_seconds: The engine worked on these sessions; the rest is idle and costs nothing.
-    """
-
-    total: Usage
-    by_session: dict[str, Usage]
-    prices: dict[str, dict[str, float]]
-    currency: str = "USD"
-    wall_seconds: float = 0.0
-    busy_seconds: float = 0.0
-
-    @property
-    def idle_seconds(self) -> float:
-        return max(0.0, self.wall_seconds - self.busy_seconds)
-
-    def __repr__(self) -> str:
-        tokens = ", ".join(f"{count:,} {kind}" for kind, count in self.total.tokens.items() if count) or "no tokens"
-        return (
-            f"UsageReport({tokens}; {self.total.cost:.6f} {self.currency}; {len(self.by_session)} sessions; "
-            f"busy {self.busy_seconds:.1f} s of {self.wall_seconds:.1f} s)"
-        )
-
-    def _repr_html_(self) -> str:
-        return usage_html(self)

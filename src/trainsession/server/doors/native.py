@@ -13,24 +13,26 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from pydantic import BaseModel as PydanticModel
 
 from ..._version import __version__
-from ...errors import InvalidRequest, ServiceUnavailable, UnsupportedMediaType
+from ...errors import InvalidRequest, PermissionDenied, ServiceUnavailable, UnsupportedMediaType
 from ...service.requests import OperationRequest, SampleRequest
 from ...service.service import Service
 from ...types import SessionInfo
 from ...wire import MEDIA_TYPE, pack
 from .. import schemas
+from ..access_log import note
 from ..auth import CallerOf, Project, ask_again, authenticated, needs
 from ..responses import MsgpackResponse, error_body, media_type, unpack_body
 from ..routes import KeyedRoute, PlainRoute
 from ..waiting import ASK_AGAIN_SECONDS, unless_closing, while_connected
 
 JSON = "application/json"
+CSV = "text/csv"
 FRAMES_MEDIA_TYPE = "application/vnd.trainsession.v1+msgpack-frames"
 """uint32 little-endian length, then that many bytes of msgpack; again and again."""
 _FRAME_LENGTH = struct.Struct("<I")
 _ERROR_SCHEMA = {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
 # Errors are JSON on every route; FastAPI would give a "model" the media type of the route.
-_ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"content": {JSON: _ERROR_SCHEMA}, "description": "A trainsession error."} for status in ("4XX", "5XX", 422)
 }
 
@@ -66,9 +68,9 @@ ServiceOf = Annotated[Service, Depends(_service)]
 
 public = APIRouter(prefix="/v1", tags=["service"])
 """Needs no key: says that a service is here, and which."""
-router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)], responses=_ERRORS, route_class=KeyedRoute)
+router = APIRouter(prefix="/v1", dependencies=[Depends(authenticated)], responses=ERRORS, route_class=KeyedRoute)
 hot = APIRouter(
-    prefix="/v1", tags=["operations"], dependencies=[Depends(authenticated)], responses=_ERRORS, route_class=PlainRoute
+    prefix="/v1", tags=["operations"], dependencies=[Depends(authenticated)], responses=ERRORS, route_class=PlainRoute
 )
 """The calls of every operation and sample; goes before the others, as routes are tried in order."""
 
@@ -85,12 +87,14 @@ async def submit(session_id: str, request: Request, caller: CallerOf, service: S
     """Submit one operation; answered once it is durable."""
     operation = OperationRequest.from_wire(await _msgpack_body(request))
     operation_id, seq = await service.submit(caller.project, session_id, operation)
+    note(request, [operation_id])
     return JSONResponse({"operation_id": operation_id, "seq": seq})
 
 
 @router.post("/operations/{operation_id}/cancel", tags=["operations"], response_model=schemas.Cancelled)
 @needs("sample")
-async def cancel(operation_id: str, caller: CallerOf, service: ServiceOf) -> Response:
+async def cancel(operation_id: str, request: Request, caller: CallerOf, service: ServiceOf) -> Response:
+    note(request, [operation_id])
     return JSONResponse({"cancelled": await service.cancel(caller.project, operation_id, caller.only)})
 
 
@@ -110,6 +114,7 @@ async def submit_samples(request: Request, caller: CallerOf, service: ServiceOf)
         raise InvalidRequest(f"the body is {{weights: map, requests: list, idempotency_key?: string}}{what}")
     items = [SampleRequest.from_wire(item) for item in requests]
     ids = await service.submit_samples(caller.project, weights, items, idempotency_key=key, only=caller.only)
+    note(request, ids)
     return JSONResponse({"operation_ids": ids})
 
 
@@ -122,6 +127,7 @@ async def poll_results(request: Request, caller: CallerOf, service: ServiceOf) -
     results = await while_connected(request, poll) if body.timeout else await poll
     if body.timeout:
         await ask_again(request)
+    note(request, [result.operation_id for result in results.results])
     return MsgpackResponse(
         {"results": [result.to_wire() for result in results.results], "positions": results.positions}
     )
@@ -142,6 +148,7 @@ async def stream(
     service: ServiceOf,
 ) -> Response:
     """The tokens of a sample as they come, one msgpack frame an event."""
+    note(request, [operation_id])
     events = service.stream(caller.project, operation_id, query.after, caller.only)
     # The first event decides whether this is an answer or an error with its own status.
     first = await while_connected(request, anext(events, None), lambda: ask_again(request))
@@ -334,7 +341,17 @@ def _is_file_map(files: Any) -> bool:
     return isinstance(files, dict) and all(isinstance(k, str) and isinstance(v, bytes) for k, v in files.items())
 
 
-@router.get("/usage", tags=["usage"], response_model=schemas.UsageReportBody)
-@needs("read")
-async def usage(query: Annotated[schemas.SessionQuery, Query()], project: Project, service: ServiceOf) -> Response:
-    return JSONResponse(asdict(await service.usage(project, query.session_id)))
+@router.get(
+    "/usage",
+    tags=["usage"],
+    response_model=schemas.UsageReportBody,
+    responses={200: {"content": {CSV: {"schema": {"type": "string"}}}}},
+)
+@needs("usage")
+async def usage(query: Annotated[schemas.UsageParams, Query()], caller: CallerOf, service: ServiceOf) -> Response:
+    """What was metered, as JSON, or its rows as CSV."""
+    if query.all_projects and not caller.operator:
+        raise PermissionDenied("all_projects: only an operator sees other projects", details={"scope": caller.scope})
+    project = None if query.all_projects else caller.project
+    report = await service.usage(project, query.session_id, **query.grouping())
+    return Response(report.to_csv(), media_type=CSV) if query.format == "csv" else JSONResponse(report.to_wire())

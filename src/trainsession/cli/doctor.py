@@ -1,0 +1,218 @@
+"""`trainsession doctor`: would a service work here, and what to do where it would not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from ..errors import TrainSessionError
+from ..transport.home import default_home, published
+from .output import AsJson, Home, print_json, print_table
+
+diagnosis = typer.Typer()
+
+FREE_BYTES = 2**30
+"""With less a service would soon be unable to keep snapshots and checkpoints."""
+OLDEST_TIME = 1_767_225_600
+"""2026-01-01: a clock before it was never set."""
+AHEAD_SECONDS = 60
+_BUSY_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found; ``do`` says what helps where it is not ``ok``."""
+
+    check: str
+    ok: bool
+    found: str
+    do: str = ""
+
+
+@diagnosis.command()
+def doctor(home: Home = None, as_json: AsJson = False) -> None:
+    """Check home, disk, database, prices, models, device and clock; exit status 1 if something is wrong.
+
+    It changes nothing, and may run beside a service.
+
+    Example:
+
+        trainsession doctor
+    """
+    where = (home or default_home()).absolute()
+    findings = [_checked(check, where) for check in CHECKS]
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        rows = [asdict(finding) | {"ok": "ok" if finding.ok else "FAILED"} for finding in findings]
+        print_table(rows, ("check", "ok", "found", "do"))
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+def _checked(check: Callable[[Path], Finding], home: Path) -> Finding:
+    try:
+        return check(home)
+    except Exception as error:  # a doctor looks at broken things: any of them is a finding
+        said = error.message if isinstance(error, TrainSessionError) else f"{type(error).__name__}: {error}"
+        name = check.__name__.removeprefix("check_").replace("_", " ")
+        return Finding(name, False, said, "mend this, then run doctor again")
+
+
+def check_home(home: Path) -> Finding:
+    refused = _refuses_files(home)
+    if refused is not None:
+        return Finding("home", False, refused, "give --home or TRAINSESSION_HOME a directory of yours on a local disk")
+    if home.exists() and home.stat().st_mode & 0o077:
+        return Finding("home", False, f"{home} is open to other users of this machine", f"chmod 700 {home}")
+    return Finding("home", True, str(home) if home.exists() else f"{home}, made on first use")
+
+
+def check_disk(home: Path) -> Finding:
+    free = shutil.disk_usage(_nearest(home)).free
+    found = f"{free / 2**30:.1f} GiB free"
+    return Finding("disk", free >= FREE_BYTES, found, "" if free >= FREE_BYTES else "free at least 1 GiB")
+
+
+def check_database(home: Path) -> Finding:
+    from ..store.backend import DATABASE_FILE, backend_of
+    from ..store.schema import SCHEMA_VERSION
+    from ..store.upgrade import schema_of
+
+    path = home / DATABASE_FILE
+    if not path.exists():
+        return Finding("database", True, "none yet, made on first use")
+    try:
+        schema = schema_of(backend_of(path)) or "none"
+        with closing(sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
+            damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("ROLLBACK")
+    except sqlite3.Error as error:
+        locked = "locked" in str(error)
+        do = "end the process that holds it" if locked else f"restore {path.name} from a backup, or use another home"
+        return Finding("database", False, f"cannot be opened: {error}", do)
+    if damage != "ok":
+        return Finding("database", False, f"damaged: {damage}", f"restore {path.name} from a backup")
+    if schema > SCHEMA_VERSION and schema != "none":
+        newer = f"schema {schema}, this version knows {SCHEMA_VERSION}"
+        return Finding("database", False, newer, "install the newer trainsession that wrote it, or use another home")
+    upgrade = "" if schema == SCHEMA_VERSION else f", copied and upgraded to {SCHEMA_VERSION} when it is next opened"
+    return Finding("database", True, f"schema {schema}{upgrade}")
+
+
+def check_blobs(home: Path) -> Finding:
+    refused = _refuses_files(home / "blobs")
+    do = "" if refused is None else "make it writable for this user"
+    return Finding("blobs", refused is None, refused or "writable", do)
+
+
+def check_service(home: Path) -> Finding:
+    location = published(home / "run")
+    if location is None or not location.answers():
+        return Finding("service", True, "none runs on this home")
+    return Finding("service", True, f"process {location.pid} serves this home")
+
+
+def check_prices(home: Path) -> Finding:
+    from ..service.prices import PriceTable
+
+    own = home / "prices.toml"
+    if not own.exists():
+        return Finding("prices", True, "the made-up examples of the package; yours go into prices.toml of the home")
+    try:
+        table = PriceTable.load(own)
+    except ValueError as error:
+        return Finding("prices", False, str(error), f"correct {own}")
+    return Finding("prices", True, f"prices.toml, in {table.currency}, {len(table.models)} models of their own")
+
+
+def check_model_cache(home: Path) -> Finding:
+    from ..runtime.bundle import INSTALL_HINT, model_cache
+    from ..runtime.catalog import Catalog
+
+    cache = model_cache()
+    refused = _refuses_files(cache)
+    if refused is not None:
+        return Finding("model cache", False, refused, "give TRAINSESSION_MODEL_CACHE a directory of yours")
+    names = [model.name for model in Catalog(cache).list_base_models() if model.available]
+    if not names:
+        do = f"{INSTALL_HINT}, or put a Hugging Face directory into the cache"
+        return Finding("model cache", False, f"{cache}: no model loads without a hub", do)
+    return Finding("model cache", True, f"{cache}: {', '.join(names)}")
+
+
+def check_engine(home: Path) -> Finding:
+    try:
+        from ..engine.model import default_mode
+    except ImportError as error:
+        return Finding("engine", False, f"{error.name} is not installed", "pip install 'trainsession[local]'")
+    device, dtype, exact = default_mode()
+    mode = "exact where the model allows it" if exact else "not exact: results depend on what shares a pass"
+    return Finding("engine", True, f"{device}, {dtype}, {mode}")
+
+
+def check_clock(home: Path) -> Finding:
+    from ..store.backend import DATABASE_FILE
+
+    now, shown = time.time(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    do = "set the clock (NTP): keys expire and usage is counted by it"
+    if now < OLDEST_TIME:
+        return Finding("clock", False, shown, do)
+    path = home / DATABASE_FILE
+    newest = 0.0
+    if path.exists():
+        with closing(sqlite3.connect(path, timeout=_BUSY_SECONDS)) as connection:
+            if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'sessions'").fetchone():
+                newest = connection.execute("SELECT max(used_at) FROM sessions").fetchone()[0] or 0.0
+    if newest > now + AHEAD_SECONDS:
+        return Finding("clock", False, f"{shown}, {newest - now:.0f} s behind what the database has seen", do)
+    return Finding("clock", True, shown)
+
+
+CHECKS: tuple[Callable[[Path], Finding], ...] = (
+    check_home,
+    check_disk,
+    check_database,
+    check_blobs,
+    check_service,
+    check_prices,
+    check_model_cache,
+    check_engine,
+    check_clock,
+)
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the nearest directory above that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _refuses_files(directory: Path) -> str | None:
+    """Why no file could be made in a directory, or in what it would be made in; None if one can."""
+    there = _nearest(directory)
+    if not there.is_dir():
+        return f"{there} is no directory"
+    if there != directory:
+        return (
+            None if os.access(there, os.W_OK | os.X_OK) else f"{there} is not writable, so {directory} cannot be made"
+        )
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".doctor-") as file:
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"{directory} cannot be written: {error.strerror}"
+    return None

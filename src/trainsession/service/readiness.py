@@ -1,0 +1,61 @@
+"""Whether the service can take work: its database and its blob store can be written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import sqlalchemy as sa
+
+from ..store.schema import meta
+from ..store.store import Store
+
+logger = logging.getLogger(__name__)
+
+FRESH_SECONDS = 2.0
+"""An answer is given again for so long: whoever asks needs no key, and a check costs fsyncs."""
+CHECK_SECONDS = 5.0
+"""What takes longer has failed."""
+_PROBED = "probed_at"
+
+
+class Readiness:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._checking = asyncio.Lock()
+        self._checked_at = float("-inf")
+        self._found: dict[str, bool] = {}
+
+    async def check(self) -> dict[str, bool]:
+        """Which of ``database`` and ``blobs`` took a write just now, or within the last two seconds."""
+        async with self._checking:
+            if time.monotonic() >= self._checked_at + FRESH_SECONDS:
+                parts = {"database": self._database, "blobs": self._blobs}
+                done = await asyncio.gather(*(_works(name, write) for name, write in parts.items()))
+                self._found = dict(zip(parts, done, strict=True))
+                self._checked_at = time.monotonic()
+            return self._found
+
+    async def _database(self) -> None:
+        def write(connection: sa.Connection) -> None:
+            now = str(int(time.time()))
+            again = sa.update(meta).where(meta.c.key == _PROBED).values(value=now)
+            if connection.execute(again).rowcount == 0:
+                connection.execute(sa.insert(meta).values(key=_PROBED, value=now))
+
+        await self._store.write(write)
+
+    async def _blobs(self) -> None:
+        blob = await self._store.in_thread(self._store.blobs.put, "probe", b"probe")
+        await self._store.drop_blobs([blob.name])
+
+
+async def _works(name: str, write: Callable[[], Awaitable[None]]) -> bool:
+    try:
+        await asyncio.wait_for(write(), CHECK_SECONDS)
+    except Exception as error:  # whatever it is, the answer is no; the reason is for the log alone
+        logger.warning("not ready: %s cannot be written: %s", name, str(error) or type(error).__name__)
+        return False
+    return True
