@@ -6,7 +6,6 @@ import itertools
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def test_the_rows_of_every_grouping_are_exactly_the_total(
         for by in GROUPINGS:
             report = read_report(connection, UsageQuery(project=project, by=by), PRICES)
             assert report.total == whole.total
-            assert exact_costs(report) == whole.costs
+            assert exact_costs(report) == {name: Fraction(cost) for name, cost in whole.costs.items()}
             for kind in KINDS:
                 assert sum(row.usage.tokens[kind] for row in report.rows) == whole.total.tokens[kind]
             if "kind" not in by:
@@ -106,10 +105,12 @@ def test_the_rows_of_every_grouping_are_exactly_the_total(
         transaction.rollback()
 
 
-def exact_costs(report: UsageReport) -> dict[str, Decimal]:
-    currencies = {row.currency for row in report.rows if row.usage.tokens != dict.fromkeys(KINDS, 0)}
-    sums = {name: sum((row.cost for row in report.rows if row.currency == name), Decimal(0)) for name in currencies}
-    return {name: sums.get(name, Decimal(0)) for name in report.costs}
+def exact_costs(report: UsageReport) -> dict[str, Fraction]:
+    """As fractions: a sum of decimals rounds at 28 digits."""
+    return {
+        name: sum((Fraction(row.cost) for row in report.rows if row.currency == name), Fraction(0))
+        for name in report.costs
+    }
 
 
 def test_days_are_of_utc_and_half_open(connection: sa.Connection) -> None:
