@@ -43,7 +43,9 @@ def test_a_loop_over_http_does_not_notice_that_its_engine_was_killed(tmp_path: P
         killing.join()
         assert len(set(killed)) == 2
         metrics = httpx.get(f"{server.url}/metrics").text
-        assert re.search(r"^trainsession_engine_restarts_total\{.*\} 2\.0$", metrics, re.M), metrics
+        assert re.search(r"^trainsession_engine_restarts_total\{.*\} [12]\.0$", metrics, re.M), (
+            metrics
+        )  # one may have died while it loaded
         assert alone["losses"][-1] < alone["losses"][0]
 
 

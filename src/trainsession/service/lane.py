@@ -169,6 +169,8 @@ class Lane:
         while not self._closing:
             self._wake.clear()
             await self._rewind_lost()
+            if self._closing:
+                return
             for session in list(self._sessions.values()):
                 self._pass_ended(session)
             picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := ready_of(s))])
@@ -192,7 +194,7 @@ class Lane:
 
     async def _rewind_lost(self) -> None:
         self._notice_loss()
-        while lost := [session for session in self._sessions.values() if session.lost]:
+        while not self._closing and (lost := [session for session in self._sessions.values() if session.lost]):
             async with self._turn:
                 for session in lost:
                     try:
