@@ -146,7 +146,7 @@ def test_too_many_sessions_and_too_large_a_body_say_which_limit(url: str, home: 
 def test_samples_wait_for_their_place_however_long_and_can_be_cancelled_meanwhile(
     url: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport_http, "PATIENCE", 0.5)
+    monkeypatch.setattr(transport_http, "PATIENCE", 2.0)
     with ts.ServiceClient(url, make_key(home, "crowded")) as client:
         sampler = client.create_sampling_client(base_model=MODEL)
         set_limit(home, "crowded", max_concurrent_samples=2)
@@ -156,13 +156,13 @@ def test_samples_wait_for_their_place_however_long_and_can_be_cancelled_meanwhil
         waiting = [sampler.sample([1, 2], 1, short) for _ in range(3)]
         cancelled = sampler.sample([1, 2], 1, short)
         stream = sampler.stream([1, 2], 1, short)
-        time.sleep(2.5)  # beyond the patience with a service that does not answer
+        time.sleep(4)  # beyond the patience with a service that does not answer
         assert not any(future.done() for future in (*waiting, cancelled))
         started = time.monotonic()
         assert cancelled.cancel()
         with pytest.raises(ts.Cancelled):
             cancelled.result(5)
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 5
         with pytest.raises(ts.LimitExceeded, match="max_concurrent_samples"):
             sampler.sample([[1], [2], [3]], 1, short).result(10)
         for future in held:

@@ -105,7 +105,7 @@ def test_a_killed_process_fails_what_waits_at_once_and_the_next_call_too(tiny_mo
         with contextlib.suppress(EngineLost):  # it may have been answered before
             await calling
         assert not engine.alive
-        with pytest.raises(EngineLost, match="exit status -9"):
+        with pytest.raises(EngineLost, match="exit status"):
             await engine.call("capture", "a", optimizer=True)
         (end,) = await _sample(engine, 3, "later")
         assert isinstance(end.error, EngineLost)
@@ -165,7 +165,7 @@ def test_a_process_that_ends_while_it_loads_is_started_again_but_not_for_ever(ti
             await host.close()
 
     asyncio.run(asyncio.wait_for(test(1), 120))
-    with pytest.raises(EngineError, match=r"could not be loaded, 3 times: .*exit status -9"):
+    with pytest.raises(EngineError, match=r"could not be loaded, 3 times: .*exit status"):
         asyncio.run(asyncio.wait_for(test(LOAD_ATTEMPTS), 120))
 
 

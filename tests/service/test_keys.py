@@ -260,7 +260,7 @@ def test_limits_that_another_version_wrote_stop_nobody(tmp_path: Path, written: 
     async def test() -> None:
         async with serving(tmp_path) as service:
             write = sa.update(schema.projects).where(schema.projects.c.id == "default").values(limits=written)
-            async with opened(tmp_path) as database:
+            async with opened(tmp_path, database_of(tmp_path)) as database:
                 await database.write(lambda connection: connection.execute(write))
             limits = await service.limits("default")
             assert (limits.max_live_sessions, limits.max_body_bytes) == (3, LIMITS.max_body_bytes)
