@@ -66,3 +66,6 @@ PROJECT_LIMITS = (
     "max_body_bytes",
 )
 """Those that an operator can set for each project."""
+
+MIN_BODY_BYTES = 1_000
+"""No project's ``max_body_bytes`` is lower: a body of that size fits, whoever sent it."""

@@ -61,8 +61,6 @@ def test_a_file_is_upgraded_too(home: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["mysql://u:hidden@h/x", "hidden", "postgresql://u:hidden@127.0.0.1:1/x"])
 def test_a_database_that_is_none_is_named_without_its_password(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if wrong.startswith("postgresql"):
-        pytest.importorskip("psycopg")
     monkeypatch.setenv("TRAINSESSION_DATABASE_URL", wrong)
     for command in (("serve", "--port", "0"), ("projects", "list"), ("db", "upgrade")):
         out, said = run(*command, code=1)

@@ -239,6 +239,8 @@ def test_limits_of_a_project_are_its_own_and_go_back(tmp_path: Path) -> None:
             for value in (2**53 + 1, 10**400):
                 with pytest.raises(InvalidRequest, match="at most"):
                     await projects.set_limits("a", {"max_tokens_per_minute": value})
+            with pytest.raises(InvalidRequest, match="max_body_bytes: expected at least 1000, got 999"):
+                await projects.set_limits("a", {"max_body_bytes": 999})
             with pytest.raises(InvalidRequest, match="can only be lower"):
                 await projects.set_limits("a", {"max_body_bytes": LIMITS.max_body_bytes + 1})
             with pytest.raises(NotFound):

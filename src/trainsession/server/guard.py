@@ -22,7 +22,7 @@ from ..errors import (
     PermissionDenied,
     UnsupportedMediaType,
 )
-from ..limits import LIMITS, Limits
+from ..limits import LIMITS, MIN_BODY_BYTES, Limits
 from ..wire import MEDIA_TYPE, PROTOCOL_VERSION, VERSION_HEADER, decompress
 from . import access_log
 from .responses import OFF_LOOP_ABOVE, error_response, media_type
@@ -98,7 +98,8 @@ class Guard:
     def _limited(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """``receive`` that refuses an unknown media type or too large a body, and decompresses it.
 
-        The bound stands in the request's state as ``body``, for whoever learns of a lower one.
+        The bound stands in the request's state as ``body``, for whoever learns of a lower one, unless the
+        body fits every project's: most bodies do, and whose they are need not be looked up for that.
 
         Raises (here or while the body is read):
             UnsupportedMediaType, PayloadTooLarge, InvalidRequest.
@@ -112,8 +113,11 @@ class Guard:
         if not length.isdigit():
             raise InvalidRequest(f"Content-Length {length!r} is not a number")
         limit = "max_json_bytes" if kind == JSON else "max_body_bytes"
-        bound = scope["state"]["body"] = BodyBound(limit, getattr(self.limits, limit), int(length))
         encoding = headers.get("content-encoding", "identity").strip().lower()
+        plain = encoding == "identity" and "transfer-encoding" not in headers
+        bound = BodyBound(limit, getattr(self.limits, limit), int(length))
+        if not plain or int(length) > MIN_BODY_BYTES:
+            scope["state"]["body"] = bound
         if encoding == "identity":
             return _counted(receive, bound)
         if encoding != "zstd" or kind != MEDIA_TYPE:

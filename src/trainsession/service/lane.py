@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..engine.api import EngineHandle, EngineHost, EngineInfo
-from ..errors import EngineError, EngineLost, OperationSkipped, StorageError, TrainSessionError
+from ..errors import DatabaseUnavailable, EngineError, EngineLost, OperationSkipped, StorageError, TrainSessionError
 from ..store.schema import sessions
 from ..store.store import Store
 from .bodies import Body, parse_packed
@@ -229,15 +229,21 @@ class Lane:
                 self._settle(session, operation, Outcome(error=as_ours(error, operation.id)), 0.0)
             return
         work: list[tuple[Session, Operation, Body]] = []
+        waiting = False
         for session, operation in heads:
             if session.lost:
                 continue  # with the engine before this one
             operation.started = True
             try:
                 work.append((session, operation, await self._prepare(handle, session, operation)))
+            except DatabaseUnavailable as error:  # it was accepted, so it waits and is not refused
+                logger.warning("operation %s cannot be read yet: %s", operation.id, error.message)
+                operation.started, waiting = False, True
             except Exception as error:
                 self._end(session, operation, Outcome(error=as_ours(error, operation.id)), 0.0)
         if not work:
+            if waiting:
+                await asyncio.sleep(self._settings.retry_seconds)
             return
         metered = [session for session, operation, _ in work if not operation.replay]
         for session in metered:

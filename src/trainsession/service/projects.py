@@ -12,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..errors import Conflict, InvalidRequest, NotFound
-from ..limits import LIMITS, PROJECT_LIMITS, Limits
+from ..limits import LIMITS, MIN_BODY_BYTES, PROJECT_LIMITS, Limits
 from ..store.database import Database, Prepared
 from ..store.schema import projects
 from .bodies import check_name
@@ -120,7 +120,9 @@ def _effective(own: str | None) -> Limits:
     """Of what other versions wrote only that which is a limit here; a reader must not fail on the rest."""
     values: Mapping[str, Any] = json.loads(own) if own is not None else {}
     known = {
-        limit: min(value, LIMITS.max_body_bytes if limit == "max_body_bytes" else MAX_LIMIT)
+        limit: max(MIN_BODY_BYTES, min(value, LIMITS.max_body_bytes))
+        if limit == "max_body_bytes"
+        else min(value, MAX_LIMIT)
         for limit, value in values.items()
         if limit in PROJECT_LIMITS and isinstance(value, int) and value >= 1
     }
@@ -146,6 +148,11 @@ def _check(limit: str, value: int | None) -> None:
         )
     if value is not None and not 1 <= value <= MAX_LIMIT:
         raise InvalidRequest(f"{limit}: expected at least 1 and at most {MAX_LIMIT}", details={"key": limit})
+    if value is not None and limit == "max_body_bytes" and value < MIN_BODY_BYTES:
+        raise InvalidRequest(
+            f"max_body_bytes: expected at least {MIN_BODY_BYTES}, got {value}",
+            details={"key": limit, "bound": MIN_BODY_BYTES, "value": value},
+        )
     if value is not None and limit == "max_body_bytes" and value > LIMITS.max_body_bytes:
         # A body is measured against the service's own bound before it is known whose it is.
         raise InvalidRequest(

@@ -22,8 +22,7 @@ from ....service.service import Service
 from ....types import SampleResponse
 from ....wire import samples_from_wire
 from ...auth import ask_again
-from ...waiting import unless_closing, while_connected
-from ..native import ASK_AGAIN_SECONDS
+from ...waiting import ASK_AGAIN_SECONDS, unless_closing, while_connected
 from .answers import PromptTokensDetails, Usage
 from .errors import openai_error
 
@@ -99,7 +98,7 @@ class Drawing:
         asked = time.monotonic()
         try:
             while self._running:
-                frame = await unless_closing(request, queue.get())
+                frame = await unless_closing(request, queue.get(), lambda: ask_again(request))
                 if time.monotonic() > asked + ASK_AGAIN_SECONDS:
                     await ask_again(request)
                     asked = time.monotonic()
