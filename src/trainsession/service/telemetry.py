@@ -72,7 +72,7 @@ class Telemetry(Collector):
         )
         self._restarts = Counter(
             "trainsession_engine_restarts",
-            "Engines that died and were started again.",
+            "Engines that died once loaded, and were started again.",
             ["model"],
             registry=self._registry,
         )
