@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from tests.postgres import PostgresServer
 from trainsession.errors import DatabaseUnavailable, InvalidRequest, StorageError
 from trainsession.store.backend import parse_address
-from trainsession.store.database import Database, Prepared, opened
+from trainsession.store.database import Database, opened
+from trainsession.store.prepared import Prepared
 from trainsession.store.schema import meta, projects
 
 _FIND = Prepared(sa.select(projects.c.busy_seconds).where(projects.c.id == sa.bindparam("project")))

@@ -25,7 +25,8 @@ from tests.postgres import Databases, PostgresServer
 from trainsession.errors import IncompatibleVersion, ServiceUnavailable, StorageError
 from trainsession.store.backend import Address, Backend, backend_of, parse_address
 from trainsession.store.blobs import LocalBlobs
-from trainsession.store.database import Database, Prepared, opened
+from trainsession.store.database import Database, opened
+from trainsession.store.prepared import Prepared
 from trainsession.store.schema import SCHEMA_VERSION, meta, metadata, projects
 from trainsession.store.sqlite import SqliteBackend
 from trainsession.store.store import INLINE_BYTES, Store

@@ -7,6 +7,7 @@ import asyncio
 from ..engine.api import EngineHost
 from ..errors import SessionClosed
 from ..types import SessionInfo
+from .leases import OwnedElsewhere
 from .requests import CreateSession
 from .sessions import Sessions
 
@@ -40,5 +41,7 @@ class BaseSamplers:
             except SessionClosed:
                 key, known = f"base-sampler/{known}", None  # a closed one's id is the key of its successor
                 continue
+            except OwnedElsewhere:  # it only pays: whoever is asked draws
+                return await self._sessions.info(project, known)
             self._known[project, name] = known
             return live.info()

@@ -20,7 +20,8 @@ import sqlalchemy as sa
 
 from ..errors import AuthenticationFailed, InvalidRequest, NotFound
 from ..limits import LIMITS
-from ..store.database import Database, Prepared
+from ..store.database import Database
+from ..store.prepared import Prepared
 from ..store.schema import api_keys, projects, sessions
 from .projects import unknown_project
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from .. import wire
 from ..errors import NotFound, SequenceConflict, SessionClosed, SessionFenced, TrainSessionError, from_wire
-from ..store.database import Prepared
+from ..store.prepared import Prepared
 from ..store.schema import json_type, ledger, operations, sessions
 from ..store.store import Store, Stored
 from .bodies import Body, parse_packed
@@ -233,7 +233,7 @@ class _Logged:
 
 _INSERT = Prepared(
     sa.insert(operations),
-    [column.name for column in operations.c if column.name != "acked_at" and not column.name.startswith("result")],
+    [c.name for c in operations.c if c.name not in ("acked_at", "owner") and not c.name.startswith("result")],
 )
 _ACKNOWLEDGE = Prepared(
     sa.update(operations)

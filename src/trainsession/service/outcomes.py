@@ -10,11 +10,16 @@ from typing import NamedTuple
 
 from ..errors import NotFound
 from ..limits import LIMITS
+from .leases import Lease
 from .log import OperationLog
 from .requests import OperationResult, Results
 
 _REMEMBERED = 2_048
 """Results held in memory beside the log; a poll usually finds its own here."""
+
+
+_AWAY_SECONDS = 0.2
+"""Between two looks at the log for what other servers run."""
 
 
 class _Open(NamedTuple):
@@ -30,11 +35,13 @@ class Outcomes:
     """Results of this process' operations, and the events of those who wait for them.
 
     Args:
+        lease: Says who runs what is not run here.
         ended: Told the kind, end state and seconds of each operation that ends.
     """
 
-    def __init__(self, log: OperationLog, ended: Callable[[str, str, float], None]) -> None:
+    def __init__(self, log: OperationLog, lease: Lease, ended: Callable[[str, str, float], None]) -> None:
         self._log = log
+        self._lease = lease
         self._ended = ended
         self._recent: OrderedDict[str, tuple[str, OperationResult]] = OrderedDict()
         self._open: dict[str, _Open] = {}
@@ -78,6 +85,9 @@ class Outcomes:
         """What of ``wait`` has ended; waits up to ``timeout`` seconds for the first.
 
         An unknown id is answered with a failed result, so that it doesn't hold up the others.
+
+        Raises:
+            OwnedElsewhere: one other server runs all of them, and knows best when the first has ended.
         """
         LIMITS.check("max_poll_ids", len(wait), "wait")
         LIMITS.check("max_poll_ids", len(ack), "ack")
@@ -87,8 +97,12 @@ class Outcomes:
             if operation_id in self._recent and self._recent[operation_id][0] == project:
                 del self._recent[operation_id]
         ready, open_ids = await self._collect(project, wait)
-        if not ready and open_ids and timeout > 0:
-            await self._any(open_ids, timeout)
+        deadline = time.monotonic() + timeout
+        while not ready and open_ids and (left := deadline - time.monotonic()) > 0:
+            here = [operation_id for operation_id in open_ids if operation_id in self._open]
+            if not here:
+                await self._lease.check_operations(project, open_ids)
+            await self._any(here, left if len(here) == len(open_ids) else min(left, _AWAY_SECONDS))
             ready, open_ids = await self._collect(project, wait)
         return Results(ready, {operation_id: self._position(operation_id) for operation_id in open_ids})
 

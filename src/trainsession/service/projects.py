@@ -13,7 +13,8 @@ import sqlalchemy as sa
 
 from ..errors import Conflict, InvalidRequest, NotFound
 from ..limits import LIMITS, MIN_BODY_BYTES, PROJECT_LIMITS, Limits
-from ..store.database import Database, Prepared
+from ..store.database import Database
+from ..store.prepared import Prepared
 from ..store.schema import projects
 from .bodies import check_name
 

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from ..store.schema import meta
 from ..store.store import Store
+from .leases import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -22,21 +23,23 @@ _PROBED = "probed_at"
 
 
 class Readiness:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, lease: Lease) -> None:
         self._store = store
+        self._lease = lease
         self._checking = asyncio.Lock()
         self._checked_at = float("-inf")
         self._found: dict[str, bool] = {}
 
     async def check(self) -> dict[str, bool]:
-        """Which of ``database`` and ``blobs`` took a write just now, or within the last two seconds."""
+        """Which of ``database`` and ``blobs`` took a write just now, or within the last two seconds; and
+        ``lease``, whether no other server has replaced this one."""
         async with self._checking:
             if time.monotonic() >= self._checked_at + FRESH_SECONDS:
                 parts = {"database": self._database, "blobs": self._blobs}
                 done = await asyncio.gather(*(_works(name, write) for name, write in parts.items()))
                 self._found = dict(zip(parts, done, strict=True))
                 self._checked_at = time.monotonic()
-            return self._found
+            return {**self._found, "lease": not self._lease.lost.is_set()}
 
     async def _database(self) -> None:
         def write(connection: sa.Connection) -> None:

@@ -15,21 +15,14 @@ import sqlalchemy as sa
 
 from .. import wire
 from ..engine.api import EngineHandle, SampleEvent
-from ..errors import (
-    Cancelled,
-    EngineLost,
-    LimitExceeded,
-    NotFound,
-    RateLimited,
-    StorageError,
-    TrainSessionError,
-)
+from ..errors import Cancelled, EngineLost, LimitExceeded, RateLimited, StorageError, TrainSessionError
 from ..limits import LIMITS
 from ..store.schema import operations
 from ..store.store import Store
 from .ids import new_id
 from .keys import SamplesOf
 from .lane import MAX_LOSSES
+from .leases import Lease
 from .log import SAMPLE, Ending, OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
@@ -37,8 +30,19 @@ from .projects import Projects
 from .quotas import Quotas
 from .requests import OperationResult, SampleRequest
 from .runner import as_ours
-from .sample_run import SampleRun, diverged, fit, item_of, pack_sample, paid_by, position_of, unpack_sample, with_seed
+from .sample_run import (
+    SampleRun,
+    diverged,
+    fit,
+    item_of,
+    pack_sample,
+    paid_by,
+    position_of,
+    unpack_sample,
+    with_seed,
+)
 from .settings import Settings
+from .streams import replayed
 from .weights import WeightsResolver, WeightsSource
 
 logger = logging.getLogger(__name__)
@@ -52,6 +56,7 @@ class Samples:
     def __init__(
         self,
         store: Store,
+        lease: Lease,
         log: OperationLog,
         outcomes: Outcomes,
         meter: Meter,
@@ -61,6 +66,7 @@ class Samples:
         settings: Settings,
     ) -> None:
         self._store = store
+        self._lease = lease
         self._log = log
         self._outcomes = outcomes
         self._meter = meter
@@ -154,6 +160,7 @@ class Samples:
                     "state": "queued",
                     "tokens": int(request.prompt.size),
                     "created_at": time.time(),
+                    "owner": self._lease.server,
                     **stored.columns("body"),
                 }
             )
@@ -176,13 +183,22 @@ class Samples:
             query = query.where(operations.c.session_id == only.session_id)
         return set(await self._store.read(lambda connection: connection.execute(query).scalars().all()))
 
-    async def load_unfinished(self) -> None:
-        """Run again what an earlier process accepted and did not finish."""
+    async def load_unfinished(self, only: Sequence[str] | None = None) -> None:
+        """Run again what another process accepted and did not finish, and this server has now.
+
+        Args:
+            only: Of these operations; default: of all.
+        """
         columns = (operations.c.id, operations.c.project, operations.c.session_id, operations.c.weights)
         query = sa.select(*columns).where(operations.c.kind == SAMPLE, operations.c.state == "queued")
+        query = query.where(operations.c.owner == self._lease.server)
+        if only is not None:
+            query = query.where(operations.c.id.in_(only))
         for row in await self._store.read(lambda connection: connection.execute(query).all()):
             source = self._resolver.from_row(row.project, row.weights)
             request = with_seed(unpack_sample(await self._log.body(row.id)), row.weights["seed"])
+            if row.id in self._runs:  # of an attempt that failed later on
+                continue
             self._quotas.count_samples(row.project, 1)
             self._start(source, [SampleRun(row.id, row.project, row.session_id or "", request, source.lane)])
 
@@ -334,10 +350,12 @@ class Samples:
 
         Raises:
             NotFound: no such sample, or one that ended long ago, resumed in its middle.
+            OwnedElsewhere: another server draws it, or drew it and may remember the frames.
         """
         run = self._runs.get(operation_id) or self._finished.get(operation_id)
         if run is None or run.project != project:
-            async for frame in self._replay(project, operation_id, after):
+            await self._lease.check_operations(project, [operation_id])
+            for frame in await replayed(self._log, project, operation_id, after):
                 yield frame
             return
         position = after
@@ -350,29 +368,6 @@ class Samples:
                 return
             run.changed.clear()
             await run.changed.wait()
-
-    async def _replay(self, project: str, operation_id: str, after: int) -> AsyncIterator[dict[str, Any]]:
-        found = await self._log.results(project, [operation_id])
-        result = found.get(operation_id)
-        if result is None:
-            raise NotFound(f"no sample {operation_id} in this project", details={"id": operation_id})
-        if result.error is not None:
-            yield {"error": result.error.to_wire()}
-            return
-        if "sequences" not in result.value or after:
-            raise NotFound(f"the stream of {operation_id} is over; fetch its result")
-        for index, sequence in enumerate(wire.samples_from_wire(result.value).sequences):
-            frame: dict[str, Any] = {
-                "index": index,
-                "tokens": sequence.tokens,
-                "logprobs": sequence.logprobs,
-                "text_delta": sequence.text,
-                "stop_reason": sequence.stop_reason,
-            }
-            if sequence.topk_logprobs is not None:
-                frame["topk"] = sequence.topk_logprobs
-            yield frame
-        yield {"done": True, "usage": result.value["usage"]}
 
     async def close(self) -> None:
         """Stop drawing; unfinished samples stay in the log and are drawn again by the next process."""

@@ -13,18 +13,20 @@ from typing import Any, Self
 
 from ..engine import checkpoint as formats
 from ..engine.api import EngineHandle, EngineHost
-from ..errors import Cancelled, ServiceUnavailable
+from ..errors import ServiceUnavailable
 from ..limits import Limits
 from ..store.store import Store
 from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, UsageReport
 from . import metrics_log
 from .base_samplers import BaseSamplers
 from .bodies import check_name
+from .cancelling import Cancelling
 from .checkpoints import Checkpoints
 from .janitor import Janitor
 from .keys import Keys, SamplesOf
-from .lane import Lane
-from .log import SAMPLE, Ending, OperationLog
+from .lanes import Lanes
+from .leases import Lease, TakenOver
+from .log import SAMPLE, OperationLog
 from .metering import Meter
 from .outcomes import Outcomes, unknown_operation
 from .prices import EXAMPLE_PRICES, PriceTable
@@ -49,31 +51,42 @@ class Service:
     project: an id of another project raises `NotFound`, exactly as an unknown one does.
     """
 
-    def __init__(self, home: Path, store: Store, host: EngineHost, prices: PriceTable, settings: Settings) -> None:
+    def __init__(
+        self, home: Path, store: Store, host: EngineHost, prices: PriceTable, settings: Settings, lease: Lease
+    ) -> None:
         self.store = store
+        self.lease = lease
         self._host = host
-        self._settings = settings
-        self._scratch = home / "tmp"
-        self._lanes: dict[str, Lane] = {}
         self._log = OperationLog(store)
-        self.telemetry = Telemetry(store)
-        self._readiness = Readiness(store)
-        self._outcomes = Outcomes(self._log, self.telemetry.ended)
+        self.telemetry = Telemetry(store, lease)
+        self._readiness = Readiness(store, lease)
+        self._outcomes = Outcomes(self._log, lease, self.telemetry.ended)
         self._meter = Meter(store, prices)
         self._checkpoints = Checkpoints(store)
         self.keys = Keys(store.database)
         self.projects = Projects(store.database)
         quotas = Quotas()
-        self._sessions = Sessions(store, host, self._checkpoints, self._outcomes, self.projects, self._lane_of)
+        self._lanes = Lanes(
+            host,
+            store,
+            self._log,
+            self._outcomes,
+            self._meter,
+            self._checkpoints,
+            settings,
+            home / "tmp",
+            self.telemetry.engine_restarted,
+        )
+        lane_of = self._lanes.of
+        self._sessions = Sessions(store, host, lease, self._checkpoints, self._outcomes, self.projects, lane_of)
         self._base_samplers = BaseSamplers(self._sessions, host)
-        resolver = WeightsResolver(store, host, self._checkpoints, self._sessions, self._outcomes, self._lane_of)
+        resolver = WeightsResolver(store, host, lease, self._checkpoints, self._sessions, self._outcomes, lane_of)
         self._samples = Samples(
-            store, self._log, self._outcomes, self._meter, resolver, self.projects, quotas, settings
+            store, lease, self._log, self._outcomes, self._meter, resolver, self.projects, quotas, settings
         )
-        self._submission = Submission(
-            store, self._log, self._outcomes, self._sessions, self.projects, quotas, self._lane_of
-        )
-        self._janitor = Janitor(store, self._checkpoints, self._sessions, self._lane_of, self._retire, settings)
+        self._submission = Submission(store, self._log, self._outcomes, self._sessions, self.projects, quotas, lane_of)
+        self._cancelling = Cancelling(self._log, lease, self._outcomes, self._sessions, self._samples, self._lanes.of)
+        self._janitor = Janitor(store, self._checkpoints, self._sessions, lane_of, self._retire, settings)
         self._janitor_task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -84,15 +97,19 @@ class Service:
         host: EngineHost,
         *,
         database: str | None = None,
+        advertise: str | None = None,
         prices: Path | None = None,
         settings: Settings | None = None,
     ) -> Self:
-        """Open (or create) the home's database and take up what an earlier process left.
+        """Open (or create) the home's database and take up what an earlier process of the home left.
+
+        The caller has the home to itself (`trainsession.transport.home.HomeLock`).
 
         Args:
             home: Directory of the database and blobs; made if missing (0700).
             host: Where engines come from; the service closes it.
             database: URL of a PostgreSQL database; default: a file in the home.
+            advertise: URL at which other servers on the same database reach this one; needed where there are any.
             prices: A price table in TOML; default: ``prices.toml`` in the home, or the packaged example prices.
             settings: Times and bounds; default: `Settings()`.
 
@@ -100,13 +117,21 @@ class Service:
             StorageError: the home is not writable, or the database out of reach.
             IncompatibleVersion: the database was written by a newer version, or it is on a server and was
                 written by an older one.
-            InvalidRequest: ``database`` is no such URL.
+            InvalidRequest: ``database`` or ``advertise`` is no such URL.
+            ServiceUnavailable: another server is on this database, and one of the two advertises no address.
         """
         own = home / "prices.toml"
         table = PriceTable.load(prices or (own if own.exists() else EXAMPLE_PRICES))
         store = await asyncio.to_thread(Store, home, database)
-        service = cls(home, store, host, table, settings or Settings())
+        settings = settings or Settings()
         try:
+            service = cls(home, store, host, table, settings, Lease(store, settings, advertise))
+        except BaseException:
+            await store.close()
+            raise
+        try:
+            await service.lease.take(home)
+            service.lease.keep(service._take_up)
             await service._sessions.load_unfinished()
             await service._samples.load_unfinished()
         except BaseException:
@@ -125,9 +150,9 @@ class Service:
             with suppress(asyncio.CancelledError):
                 await self._janitor_task
         await self._samples.close()
-        for lane in self._lanes.values():
-            await lane.close()
+        await self._lanes.close()
         self._meter.flush(at_once=True)
+        await self.lease.release()
         await self._host.close()
         await self.store.close()
 
@@ -170,10 +195,11 @@ class Service:
 
     async def get_session(self, project: str, session_id: str, only: SamplesOf | None = None) -> SessionInfo:
         """To who only samples it, without what its owner wrote down in it."""
+        if only is not None and only.hides(session_id):
+            raise unknown_session(session_id)
+        await self._sessions.check_here(project, session_id)
         if only is None:
             return await self._sessions.info(project, session_id)
-        if only.hides(session_id):
-            raise unknown_session(session_id)
         return replace(await self._sessions.info(project, session_id), name="", tags=(), metadata={}, progress=None)
 
     async def attach(self, project: str, session_id: str) -> Attached:
@@ -185,9 +211,7 @@ class Service:
         """Cancel what has not started, let the rest end, and drop the adapter. Checkpoints stay."""
         self._check_open()
         session = await self._sessions.live(project, session_id)
-        for operation in list(session.pending.values()):
-            if not operation.replay and operation.error is None:
-                await self._cancel(session, operation.id)
+        await self._cancelling.cancel_waiting(session)
         while session.completions:
             await asyncio.wait(list(session.completions.values()))
         return await self._sessions.close(project, session_id)
@@ -233,26 +257,7 @@ class Service:
             NotFound: no such operation in this project.
         """
         await self._check_known(project, operation_id, only)
-        sample = await self._samples.cancel(project, operation_id)
-        if sample is not None:
-            return sample
-        for session in self._sessions.in_memory:
-            if session.project == project and await self._cancel(session, operation_id):
-                return True
-        if operation_id not in await self._log.results(project, [operation_id]):
-            raise unknown_operation(operation_id)
-        return False
-
-    async def _cancel(self, session: Session, operation_id: str) -> bool:
-        for operation in session.pending.values():
-            if operation.id == operation_id and not operation.started and not operation.replay:
-                if operation.error is None:
-                    operation.error = Cancelled("cancelled before it started")
-                    await self._log.finish(Ending(operation_id=operation_id, state="cancelled", error=operation.error))
-                    self._outcomes.publish(OperationResult(operation_id, "cancelled", error=operation.error))
-                    self._lane_of(session.base_model).wake()
-                return isinstance(operation.error, Cancelled)
-        return False
+        return await self._cancelling.cancel(project, operation_id)
 
     async def submit_samples(
         self,
@@ -352,7 +357,7 @@ class Service:
 
     def engines(self) -> dict[str, EngineHandle]:
         """Those that are loaded, by base model."""
-        return {model: lane.loaded for model, lane in self._lanes.items() if lane.loaded is not None}
+        return self._lanes.engines()
 
     async def check_ready(self) -> dict[str, bool]:
         """What of the stores can be written; see `Readiness`."""
@@ -364,22 +369,10 @@ class Service:
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _lane_of(self, base_model: str) -> Lane:
-        lane = self._lanes.get(base_model)
-        if lane is None:
-            lane = self._lanes[base_model] = Lane(
-                base_model,
-                self._host,
-                self.store,
-                self._log,
-                self._outcomes,
-                self._meter,
-                self._checkpoints,
-                self._settings,
-                self._scratch,
-                self.telemetry.engine_restarted,
-            )
-        return lane
+    async def _take_up(self, taken: TakenOver) -> None:
+        """Run what another server had."""
+        await self._sessions.load_unfinished()
+        await self._samples.load_unfinished(taken.samples)
 
     async def _retire(self, session: Session) -> None:
         """Save a session that nobody used for days as a ``state`` checkpoint, then close it."""

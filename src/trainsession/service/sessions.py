@@ -22,6 +22,7 @@ from ..types import LoraConfig, SaveWeightsResponse, SessionInfo
 from .checkpoints import Checkpoints, Origin
 from .ids import new_id, new_seed
 from .lane import Lane
+from .leases import Lease
 from .outcomes import Outcomes
 from .projects import Projects
 from .recovery import Recovery
@@ -41,6 +42,7 @@ class Sessions:
         self,
         store: Store,
         host: EngineHost,
+        lease: Lease,
         checkpoints: Checkpoints,
         outcomes: Outcomes,
         projects: Projects,
@@ -48,6 +50,7 @@ class Sessions:
     ) -> None:
         self._store = store
         self._host = host
+        self._lease = lease
         self._projects = projects
         self._checkpoints = checkpoints
         self._outcomes = outcomes
@@ -113,6 +116,7 @@ class Sessions:
             "created_at": now,
             "used_at": now,
             "busy_seconds": 0.0,
+            "owner": self._lease.server,
         }
         limits = await self._projects.limits(project)
         session_id, epoch, new = await self._store.write(lambda connection: _insert(connection, values, limits))
@@ -171,6 +175,13 @@ class Sessions:
             return live.info()
         return _session(await self._row(project, session_id)).info()
 
+    async def check_here(self, project: str, session_id: str) -> None:
+        """Raise `OwnedElsewhere` for an open session that another server has: only that one knows all of it."""
+        if session_id not in self._live:
+            row = await self._row(project, session_id)
+            if row["state"] != "closed":
+                await self._lease.check(row["owner"])
+
     async def list(self, project: str) -> list[SessionInfo]:
         """Newest first."""
         query = sa.select(sessions).where(sessions.c.project == project)
@@ -182,7 +193,7 @@ class Sessions:
         """The session with its queue; loads it, and starts its replay, on first use.
 
         Raises:
-            NotFound, SessionClosed.
+            NotFound, SessionClosed. OwnedElsewhere: another server has it.
         """
         session = self._live.get(session_id)
         if session is None:
@@ -194,10 +205,11 @@ class Sessions:
         return session
 
     async def load_unfinished(self) -> None:
-        """Take up every session that has queued operations."""
+        """Take up every session of this server that has queued operations."""
         query = sa.select(operations.c.project, operations.c.session_id).distinct()
         query = query.where(operations.c.state == "queued", operations.c.seq.is_not(None))
         query = query.join(sessions, sessions.c.id == operations.c.session_id).where(sessions.c.state != "closed")
+        query = query.where(sessions.c.owner == self._lease.server)
         for row in await self._store.read(lambda connection: connection.execute(query).all()):
             await self.live(row.project, row.session_id)
 
@@ -273,6 +285,7 @@ class Sessions:
         row = await self._row(project, session_id)
         if row["state"] == "closed":
             raise SessionClosed(f"session {session_id} is closed", details={"session_id": session_id})
+        await self._lease.check(row["owner"])
         session = _session(row)
         for operation in await self._recovery.queue(session):
             self.expect(session, operation.id, operation.seq)

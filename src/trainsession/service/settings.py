@@ -27,5 +27,9 @@ class Settings:
     keep_acknowledged_seconds: float = 3600.0
     janitor_seconds: float = 60.0
     """Between two rounds of the janitor."""
+    lease_seconds: float = 15.0
+    """Of several servers on one database, one that did not renew for so long is replaced by another."""
+    renew_seconds: float = 5.0
+    """Between two renewals; also how soon a server that said goodbye is replaced."""
     retry_seconds: float = 0.5
     """Between two attempts to write a result to a disk that refuses it."""

@@ -17,8 +17,9 @@ from prometheus_client.registry import Collector
 
 from ..engine.api import EngineHandle
 from ..errors import TrainSessionError
-from ..store.schema import ledger
+from ..store.schema import ledger, sessions
 from ..store.store import Store
+from .leases import Lease
 from .prices import cost_of
 
 STATS_SECONDS = 1.0
@@ -48,8 +49,9 @@ _COUNTS: dict[str, tuple[str, str]] = {
 class Telemetry(Collector):
     """The metrics of one service, in a registry of its own."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, lease: Lease) -> None:
         self._store = store
+        self._lease = lease
         self._registry = CollectorRegistry()
         self._summing = asyncio.Lock()
         self._settled = 0
@@ -74,6 +76,11 @@ class Telemetry(Collector):
             "trainsession_engine_restarts",
             "Engines that died once loaded, and were started again.",
             ["model"],
+            registry=self._registry,
+        )
+        self.forwarded = Counter(
+            "trainsession_requests_forwarded",
+            "Requests that another server on the database answered, as it runs what they are about.",
             registry=self._registry,
         )
         ProcessCollector(registry=self._registry)
@@ -103,11 +110,12 @@ class Telemetry(Collector):
             operations: Training operations that have not ended, by base model and kind.
             samples: Sample requests that have not ended, by base model.
         """
-        stats, sums = await asyncio.gather(self._stats(engines), self._sums())
+        stats, sums, owned = await asyncio.gather(self._stats(engines), self._sums(), self._owned())
         self._read = [
             *_queues(operations, samples),
             *_of_engines(engines, stats),
             *_of_ledger(sums),
+            *_of_servers(owned, self._lease),
             _family(CounterMetricFamily, "database_commits", "Transactions, one fsync each.", (), {(): self._commits}),
         ]
         return generate_latest(self._registry)
@@ -126,6 +134,11 @@ class Telemetry(Collector):
         found = await asyncio.gather(*(one(handle) for handle in engines.values()))
         return {model: stats for model, stats in zip(engines, found, strict=True) if stats is not None}
 
+    async def _owned(self) -> int:
+        mine = sa.and_(sessions.c.owner == self._lease.server, sessions.c.state != "closed")
+        count = sa.select(sa.func.count()).where(mine)
+        return await self._store.read(lambda connection: connection.execute(count).scalar_one())
+
     async def _sums(self) -> Counts[tuple[Any, ...]]:
         def read(connection: sa.Connection) -> tuple[int, list[Any], list[Any]]:
             last = connection.execute(sa.select(sa.func.max(ledger.c.id))).scalar() or 0
@@ -140,6 +153,15 @@ class Telemetry(Collector):
             self._settled = settled
             self._ledger += _counted(older)
             return self._ledger + _counted(recent)
+
+
+def _of_servers(owned: int, lease: Lease) -> Iterator[Metric]:
+    says = "Open sessions that this server runs."
+    yield _family(GaugeMetricFamily, "sessions_owned", says, (), {(): float(owned)})
+    says = "Other servers on the database whose lease had expired, or that said goodbye, and that this one replaced."
+    yield _family(CounterMetricFamily, "servers_replaced", says, (), {(): float(lease.replaced)})
+    says = "Whether another server has replaced this one, which then ends."
+    yield _family(GaugeMetricFamily, "lease_lost", says, (), {(): float(lease.lost.is_set())})
 
 
 _POSITIVE = sa.case((ledger.c.tokens > 0, 1), else_=0)

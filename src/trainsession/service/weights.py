@@ -16,6 +16,7 @@ from ..store.store import Store
 from .checkpoints import Checkpoints, live_session, named_snapshot
 from .frozen import Weights
 from .lane import Lane
+from .leases import Lease
 from .outcomes import Outcomes
 from .runner import check_loadable
 from .sessions import Sessions
@@ -50,6 +51,7 @@ class WeightsResolver:
         self,
         store: Store,
         host: EngineHost,
+        lease: Lease,
         checkpoints: Checkpoints,
         sessions_: Sessions,
         outcomes: Outcomes,
@@ -57,13 +59,15 @@ class WeightsResolver:
     ) -> None:
         self._store = store
         self._host = host
+        self._lease = lease
         self._checkpoints = checkpoints
         self._sessions = sessions_
         self._outcomes = outcomes
         self._lane_of = lane_of
 
     async def resolve(self, project: str, weights: Mapping[str, Any]) -> WeightsSource:
-        """Raises `InvalidRequest`, `UnknownModel`, `NotFound` or `CheckpointMismatch`."""
+        """Raises `InvalidRequest`, `UnknownModel`, `NotFound` or `CheckpointMismatch`; `OwnedElsewhere` for a
+        snapshot of a session that another server has."""
         kind, value = _one_of(weights)
         if kind == "base_model":
             name = await asyncio.to_thread(self._host.resolve, value)
@@ -159,8 +163,15 @@ class WeightsResolver:
             await session.replayed.wait()
 
     async def _snapshot(self, project: str, operation_id: str) -> WeightsSource:
+        columns = (
+            operations.c.kind,
+            operations.c.session_id,
+            sessions.c.base_model,
+            sessions.c.owner,
+            sessions.c.state,
+        )
         query = (
-            sa.select(operations.c.kind, operations.c.session_id, sessions.c.base_model)
+            sa.select(*columns)
             .join(sessions, sessions.c.id == operations.c.session_id)
             .where(operations.c.id == operation_id, operations.c.project == project)
         )
@@ -171,6 +182,8 @@ class WeightsResolver:
             raise InvalidRequest(
                 f"weights: operation {operation_id} is a {row.kind}, not a snapshot", details={"key": "weights"}
             )
+        if row.state != "closed":
+            await self._lease.check(row.owner)
         return WeightsSource(
             lane=self._lane_of(row.base_model),
             weights=Weights(operation_id, project, row.session_id),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-from ..errors import InvalidRequest, StorageError
+from ..errors import DatabaseUnavailable, InvalidRequest, StorageError
 
 DATABASE_FILE = "service.db"
 Address: TypeAlias = Path | sa.URL
@@ -19,6 +19,10 @@ Use = Literal["write", "read", "migrate"]
 Verdict = Literal["final", "again", "blocked"]
 """Of a transaction that failed: it would fail again; it left nothing behind and may be run again; no
 other could be run now either."""
+
+
+class LeaseLost(DatabaseUnavailable):
+    """Another server found this one's lease expired and has its sessions now; nothing is written here any more."""
 
 
 class Backend(ABC):
@@ -32,6 +36,8 @@ class Backend(ABC):
     """Behind a network, so nothing may wait for it on the event loop."""
     upgrades_itself: ClassVar[bool]
     """An older schema is upgraded when it is opened, instead of asking for `trainsession db upgrade`."""
+    fence: str | None = None
+    """A row of ``servers``: once it is gone no ``write`` transaction begins any more."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:

@@ -22,6 +22,7 @@ import sqlalchemy as sa
 
 from ..errors import DatabaseUnavailable, NotFound, ServiceUnavailable, StorageError
 from .backend import Address, Backend, Verdict, backend_of, parse_address
+from .prepared import Prepared, driver_of
 from .upgrade import prepare
 
 T = TypeVar("T")
@@ -52,57 +53,6 @@ class WriterStats:
     commits: int = 0
     writes: int = 0
     errors: int = field(default=0)
-
-
-class Prepared:
-    """A statement compiled once, run on the driver itself: SQLAlchemy's own path costs ten times what
-    SQLite needs for one of the short statements that every operation runs.
-
-    Args:
-        columns: Of an ``INSERT``, those that each call gives.
-    """
-
-    def __init__(self, statement: sa.ClauseElement, columns: Sequence[str] | None = None) -> None:
-        self._statement, self._columns = statement, columns
-        self._compiled: dict[str, _Compiled] = {}
-
-    def run(self, connection: sa.Connection, *calls: Mapping[str, Any]) -> None:
-        """Once for each call's parameters."""
-        compiled = self._for(connection)
-        _driver(connection).cursor().executemany(compiled.sql, [compiled.bound(call) for call in calls])
-
-    def rows(self, connection: sa.Connection, call: Mapping[str, Any]) -> list[Any]:
-        """The rows as plain tuples, so only of columns that the driver itself gives the right type."""
-        compiled = self._for(connection)
-        return _driver(connection).execute(compiled.sql, compiled.bound(call)).fetchall()
-
-    def _for(self, connection: sa.Connection) -> _Compiled:
-        dialect = connection.dialect
-        compiled = self._compiled.get(dialect.name)
-        if compiled is None:
-            compiled = self._compiled[dialect.name] = _Compiled(self._statement, self._columns, dialect)
-        return compiled
-
-
-class _Compiled:
-    """A statement in the words of one driver."""
-
-    def __init__(self, statement: sa.ClauseElement, columns: Sequence[str] | None, dialect: sa.Dialect) -> None:
-        compiled = statement.compile(dialect=dialect, column_keys=columns)
-        assert isinstance(compiled, sa.sql.compiler.SQLCompiler)
-        self.sql = compiled.string
-        self._by_place = compiled.positional
-        names = (compiled.positiontup or ()) if compiled.positional else compiled.binds
-        self._parameters = [
-            (name, compiled.binds[name].type.dialect_impl(dialect).bind_processor(dialect)) for name in names
-        ]
-
-    def bound(self, call: Mapping[str, Any]) -> Any:
-        """The parameters as the driver takes them: a list by place, or a dictionary by name."""
-        values = [call[name] if process is None else process(call[name]) for name, process in self._parameters]
-        if self._by_place:
-            return values
-        return {name: value for (name, _), value in zip(self._parameters, values, strict=True)}
 
 
 class Database:
@@ -141,12 +91,22 @@ class Database:
         database._thread.start()
         return database
 
+    @property
+    def shared(self) -> bool:
+        """Whether several processes may serve it at once."""
+        return self._backend.remote
+
+    def fence(self, server: str) -> None:
+        """Write from now on only while ``servers`` has this row: a process that lost it changes nothing more."""
+        self._backend.fence = server
+
     async def write(self, function: WriteFunction[T]) -> T:
         """Run ``function`` in the next transaction; durable when this returns.
 
         Raises:
             StorageError: the disk is full or not writable; nothing of the function remains.
             DatabaseUnavailable: the server is out of reach; nothing of it remains either.
+            LeaseLost: this process' row is gone (`fence`).
         """
         if self._closed:
             raise ServiceUnavailable("the service is closing")
@@ -322,7 +282,7 @@ class Database:
             self._in_doubt = False
 
     def _run_in_savepoint(self, connection: sa.Connection, item: _Write) -> None:
-        driver = _driver(connection)
+        driver = driver_of(connection)
         driver.execute("SAVEPOINT item")
         item.error = None
         try:
@@ -370,11 +330,6 @@ class _TransactionLost(Exception):
 
     def __init__(self, error: Exception) -> None:
         self.error = error
-
-
-def _driver(connection: sa.Connection) -> Any:
-    """The driver's own connection; both drivers have the methods that are used here."""
-    return connection.connection.driver_connection
 
 
 def _deliver(group: Sequence[_Write]) -> None:

@@ -21,7 +21,7 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy import event
 
 from ..errors import DatabaseUnavailable, InvalidRequest, StorageError
-from .backend import Backend, Use, Verdict, cause_of
+from .backend import Backend, LeaseLost, Use, Verdict, cause_of
 from .schema import meta
 
 LOCK = 0x7472_7365_7373
@@ -76,11 +76,17 @@ class PostgresBackend(Backend):
                 begin = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
             elif use == "write":
                 mark = connection.info["mark"] = str(next(self._numbers))
+                # Under the lock, so who takes this process' row away does it before or after the transaction.
+                fence = "" if self.fence is None else f" FROM servers WHERE id = '{self.fence}'"
                 begin += (
-                    f"; INSERT INTO meta (key, value) VALUES ('{self._key}', '{mark}') "
+                    f"; INSERT INTO meta (key, value) SELECT '{self._key}', '{mark}'{fence} "
                     "ON CONFLICT (key) DO UPDATE SET value = excluded.value"
                 )
-            _driver(connection).execute(begin.encode(), prepare=False)
+            cursor = _driver(connection).execute(begin.encode(), prepare=False)
+            while cursor.nextset():
+                pass
+            if use == "write" and cursor.rowcount == 0:
+                raise LeaseLost
 
         return engine
 
@@ -97,7 +103,7 @@ class PostgresBackend(Backend):
         cause = cause_of(error)
         if isinstance(cause, _ROLLED_BACK) or _is_lost(cause):
             return "again"
-        return "blocked" if isinstance(cause, codes.LockNotAvailable) else "final"
+        return "blocked" if isinstance(cause, codes.LockNotAvailable | LeaseLost) else "final"
 
     def translate(self, error: Exception, verb: str) -> Exception:
         cause = cause_of(error)

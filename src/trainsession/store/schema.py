@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-SCHEMA_VERSION = "0003"
+SCHEMA_VERSION = "0004"
 """The newest migration; an older database is upgraded, a newer one refused."""
 
 metadata = MetaData()
@@ -62,6 +62,16 @@ meta = Table(
     Column("value", String, nullable=False),
 )
 
+servers = Table(
+    "servers",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("address", String),
+    Column("started_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
+"""Service processes that share a database, one row a run (`service.leases`); times are the database's own."""
+
 sessions = Table(
     "sessions",
     metadata,
@@ -89,10 +99,13 @@ sessions = Table(
     Column("used_at", Float, nullable=False),
     Column("closed_at", Float),
     Column("busy_seconds", Float, nullable=False),
+    Column("owner", String, nullable=False, server_default=""),
     UniqueConstraint("project", "idempotency_key"),
     Index("sessions_by_project", "project", "created_at"),
+    Index("sessions_by_owner", "owner"),
 )
-"""``next_seq`` is one above the highest finished operation."""
+"""``next_seq`` is one above the highest finished operation. ``owner`` is the server that runs it; "" where
+the database is a file, which one process serves."""
 
 projects = Table(
     "projects",
@@ -142,13 +155,15 @@ operations = Table(
     Column("result_sha256", String),
     Column("result", LargeBinary),
     Column("result_blob", String),
+    Column("owner", String, nullable=False, server_default=""),
     UniqueConstraint("session_id", "seq"),
     UniqueConstraint("project", "scope", "idempotency_key"),
     Index("operations_by_state", "state", "session_id"),
     Index("operations_by_end", "finished_at"),
 )
 """Training operations have a ``seq``; samples have ``weights`` instead. ``scope`` is where an
-idempotency key is unique: the session's id, or ``samples``."""
+idempotency key is unique: the session's id, or ``samples``. ``owner`` is that of a sample: a training
+operation is its session's owner's."""
 
 ledger = Table(
     "ledger",
