@@ -149,7 +149,11 @@ def test_probes_need_no_key_and_say_little(tmp_path: Path) -> None:
         ready = http.get("/readyz")
         assert (ready.status_code, ready.json()) == (
             200,
-            {"ready": True, "checks": {"database": True, "blobs": True, "serving": True}, "engines_loaded": 0},
+            {
+                "ready": True,
+                "checks": {"database": True, "blobs": True, "lease": True, "serving": True},
+                "engines_loaded": 0,
+            },
         )
 
 
@@ -182,7 +186,7 @@ def test_not_ready_while_a_store_refuses_writes_and_ready_again_after(
 
 def check_not_ready(http: httpx.Client, part: str) -> None:
     answer = http.get("/readyz")
-    expected = {"database": True, "blobs": True, "serving": True, part: False}
+    expected = {"database": True, "blobs": True, "lease": True, "serving": True, part: False}
     assert (answer.status_code, answer.json()["ready"], answer.json()["checks"]) == (503, False, expected)
     assert "secret" not in answer.text
     assert http.get("/healthz").status_code == 200

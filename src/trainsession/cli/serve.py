@@ -24,6 +24,12 @@ def serve(
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
     home: Home = None,
     database: DatabaseUrl = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            help="URL at which other servers on the same database reach this one.", envvar="TRAINSESSION_ADVERTISE"
+        ),
+    ] = None,
     log_format: Annotated[
         Literal["json", "text"] | None,
         typer.Option(help="Of the log on stderr; default: text on a terminal, else json."),
@@ -38,12 +44,18 @@ def serve(
         trainsession serve --dev
 
         trainsession serve --database postgresql://trainsession@db-host/trainsession
+
+        trainsession serve --host 0.0.0.0 --database postgresql://... --advertise http://10.0.0.7:8765
     """
     if dev and host not in LOOPBACK:
         raise typer.BadParameter(
             f"{host} can be reached from other machines, and --dev asks for no key; "
             f"use one of {', '.join(LOOPBACK)} (and an SSH tunnel from elsewhere)",
             param_hint="--host",
+        )
+    if advertise and not database:
+        raise typer.BadParameter(
+            "several servers share a PostgreSQL database; this one has a file of its home", param_hint="--advertise"
         )
     from ..transport import foreground, logs
 
@@ -58,4 +70,4 @@ def serve(
 
     with errors_as_exit(), logs.to_stderr(chosen):
         where = (home or default_home()).absolute()
-        foreground.serve(host, port, where, say, with_keys=not dev, database=database)
+        foreground.serve(host, port, where, say, with_keys=not dev, database=database, advertise=advertise)

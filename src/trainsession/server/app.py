@@ -17,9 +17,11 @@ from starlette.types import Scope
 
 from .._version import __version__
 from ..errors import TrainSessionError
+from ..service.leases import OwnedElsewhere
 from ..service.service import Service
 from .auth import Authenticate
 from .doors import native, openai, operator
+from .forwarding import Forwarder
 from .guard import Guard
 from .responses import error_response
 from .routes import KeyedRoute
@@ -54,6 +56,7 @@ def create_app(
     app.state.service = service
     app.state.authenticate = authenticate
     app.state.closing = closing
+    app.state.forwarder = Forwarder()
     app.state.tokenizers = openai.Tokenizers(service)
     app.include_router(native.hot)
     app.include_router(native.router)
@@ -65,6 +68,7 @@ def create_app(
     _check_keyed(app)
     for kind in (TrainSessionError, RequestValidationError, ValidationError, HTTPException, ClientDisconnect):
         app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(OwnedElsewhere, _forward)
     app.add_middleware(Guard, hosts=hosts, answer=_answer)
     _describe_msgpack(app)
     return app
@@ -89,6 +93,15 @@ def all_routes(router: Any) -> Iterator[BaseRoute]:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     return _answer(error, request.scope)
+
+
+async def _forward(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OwnedElsewhere)
+    try:
+        answer: Response = await request.app.state.forwarder.answer(request, error)
+    except TrainSessionError as problem:
+        return _answer(problem, request.scope)
+    return answer
 
 
 def _answer(error: Exception, scope: Scope) -> Response:

@@ -6,6 +6,7 @@ Pure ASGI, so that bodies and streams pass through without a copy.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Collection
@@ -28,6 +29,9 @@ from . import access_log
 from .responses import OFF_LOOP_ABOVE, error_response, media_type
 
 REQUEST_ID_HEADER = "X-Request-Id"
+FORWARDED_HEADER = "X-TrainSession-Forwarded"
+"""Of a request that another server on the database has sent on, under the name that it gave it."""
+_REQUEST_ID = re.compile(r"req_[0-9a-f]{16}")
 SUPPORTED_VERSIONS = frozenset({PROTOCOL_VERSION})
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 JSON = "application/json"
@@ -59,7 +63,10 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         request_id = f"req_{secrets.token_hex(8)}"
+        if FORWARDED_HEADER in headers and _REQUEST_ID.fullmatch(headers.get(REQUEST_ID_HEADER, "")):
+            request_id = headers[REQUEST_ID_HEADER]
         scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.perf_counter(), 0
 
@@ -67,13 +74,12 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[VERSION_HEADER] = str(PROTOCOL_VERSION)
-                headers[REQUEST_ID_HEADER] = request_id
+                answered = MutableHeaders(scope=message)
+                answered[VERSION_HEADER] = str(PROTOCOL_VERSION)
+                answered[REQUEST_ID_HEADER] = request_id
             await send(message)
 
         try:
-            headers = Headers(scope=scope)
             self._check_origin(scope, headers)
             _check_version(headers)
             await self.app(scope, self._limited(scope, headers, receive), send_named)

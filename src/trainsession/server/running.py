@@ -50,6 +50,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.servers: list[asyncio.Server] = []
         self.in_process = InProcess(app)
+        self._forwarder = app.state.forwarder
         self.companions: list[Server] = []
         """They stop when this one is told to, and at the same time."""
 
@@ -74,6 +75,7 @@ class Server(uvicorn.Server):
         if not self._closing.done():
             self._closing.set_result(None)
         await asyncio.gather(super().shutdown(sockets), self.in_process.drain(GRACE_SECONDS))
+        await self._forwarder.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

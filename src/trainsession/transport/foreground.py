@@ -11,6 +11,7 @@ from ..engine.api import EngineHandle
 from ..errors import AuthenticationFailed, ServiceUnavailable
 from ..server.running import Server, bind_tcp
 from ..service.keys import Keys
+from ..service.settings import Settings
 from ..store.database import opened
 from .embedded import OpenHost, engine_processes
 from .home import HomeLock, prepare, published
@@ -58,6 +59,8 @@ def serve(
     *,
     with_keys: bool,
     database: str | None = None,
+    advertise: str | None = None,
+    settings: Settings | None = None,
     open_host: OpenHost = engine_processes,
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second signal does not wait for running requests.
@@ -69,9 +72,12 @@ def serve(
             ends one leaves the service and its clients alive.
         with_keys: Every request on the port needs an API key; else none does, and all are of one project.
         database: URL of a PostgreSQL database; default: a file in the home.
+        advertise: URL at which other servers on that database reach this one.
+        settings: Times and bounds of the service.
 
     Raises:
-        ServiceUnavailable: another process serves this home, or the port is taken.
+        ServiceUnavailable: another process serves this home, the port is taken, another server on the database
+            cannot reach this one or is not reached by it, or has replaced it.
         AuthenticationFailed: keys are asked for, and none exists.
         StorageError: the home cannot be written, or the database cannot be reached.
         IncompatibleVersion: the database has another version's schema.
@@ -107,7 +113,15 @@ def serve(
                 say(f"  use it  TRAINSESSION_BASE_URL={url} {key}python your_loop.py")
 
             serving = serve_home(
-                home, run, lambda: engines, on_ready, [listener], with_keys=with_keys, database=database
+                home,
+                run,
+                lambda: engines,
+                on_ready,
+                [listener],
+                with_keys=with_keys,
+                database=database,
+                advertise=advertise,
+                settings=settings,
             )
             asyncio.run(serving)
     finally:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..engine.api import EngineHost
-from ..errors import StorageError
+from ..errors import ServiceUnavailable, StorageError
 from ..server.auth import allow_all, by_key
 from ..server.guard import LOOPBACK_HOSTS
 from ..server.in_process import InProcess
 from ..server.running import Server, bind_unix
 from ..service.service import Service
+from ..service.settings import Settings
 from .home import Location, new_socket_path, publish, withdraw
 
 log = logging.getLogger("trainsession.embedded")
@@ -34,6 +35,8 @@ async def serve_home(
     *,
     with_keys: bool = False,
     database: str | None = None,
+    advertise: str | None = None,
+    settings: Settings | None = None,
 ) -> None:
     """Serve a home until the server is stopped. The caller holds the home's lock.
 
@@ -46,13 +49,14 @@ async def serve_home(
             that server stops all.
         listeners: Further listening sockets; closed at the end. Without keys on loopback only.
         with_keys: The further sockets ask for API keys.
-        database: URL of a PostgreSQL database; default: a file in the home.
+        database, advertise, settings: See `Service.open`.
 
     Raises:
         StorageError: the home or its socket cannot be written.
         IncompatibleVersion: a newer version wrote the home's database.
+        ServiceUnavailable: another server on the database keeps this one from starting, or has replaced it.
     """
-    service = await Service.open(home, open_host(), database=database)
+    service = await Service.open(home, open_host(), database=database, advertise=advertise, settings=settings)
     try:
         private, location = _listen(run)
         try:
@@ -62,10 +66,15 @@ async def serve_home(
                 keyed = Server(service, authenticate=by_key(service.keys), hosts=None)
                 keyed.companions.append(server)
                 on_ready(location.socket, keyed)
-                await _serve_together((keyed, listeners), (server, [private]))
+                await _serve_together(service, (keyed, listeners), (server, [private]))
             else:
                 on_ready(location.socket, server)
-                await _serve_together((server, [private, *listeners]))
+                await _serve_together(service, (server, [private, *listeners]))
+            if service.lease.lost.is_set():
+                raise ServiceUnavailable(
+                    "this server did not renew its lease in time and was replaced by another one on its database, "
+                    "which has its sessions now; start it again to take part anew"
+                )
         finally:
             private.close()
             withdraw(run, location)
@@ -73,12 +82,14 @@ async def serve_home(
         await service.close()
 
 
-async def _serve_together(*servers: tuple[Server, Sequence[socket.socket]]) -> None:
-    """Until the first of them stops, and with it all."""
+async def _serve_together(service: Service, *servers: tuple[Server, Sequence[socket.socket]]) -> None:
+    """Until the first of them stops, and with it all; or until another server has replaced this one."""
     tasks = [asyncio.create_task(server.serve(sockets=list(sockets))) for server, sockets in servers]
+    replaced = asyncio.create_task(service.lease.lost.wait())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([*tasks, replaced], return_when=asyncio.FIRST_COMPLETED)
     finally:
+        replaced.cancel()
         for server, _ in servers:
             server.stop()
         await asyncio.gather(*tasks)
