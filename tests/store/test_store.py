@@ -259,12 +259,16 @@ def test_blobs_are_private_checked_and_never_overwritten(tmp_path: Path, monkeyp
         blobs.get(blob.name, blob.sha256)
 
 
-def test_what_a_killed_process_left_aside_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_aside_is_garbage_once_it_is_old(tmp_path: Path) -> None:
     root = tmp_path / "blobs"
-    blob = LocalBlobs(root).put("body", b"kept")
-    (root / ".tmp-body-half").write_bytes(b"half")
-    LocalBlobs(root)
-    assert os.listdir(root) == [blob.name]
+    blobs = LocalBlobs(root)
+    for name in (".tmp-body-half", ".tmp-body-being-written"):
+        (root / name).write_bytes(b"half")
+    os.utime(root / ".tmp-body-half", (1.0, 1.0))
+    LocalBlobs(root)  # another server that starts on the same directory
+    assert list(blobs.older_than(3600.0)) == [".tmp-body-half"]
+    blobs.delete(".tmp-body-half")
+    assert os.listdir(root) == [".tmp-body-being-written"]
 
 
 def test_small_bytes_stay_in_their_row_and_large_ones_become_blobs(tmp_path: Path) -> None:

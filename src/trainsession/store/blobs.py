@@ -37,8 +37,6 @@ class LocalBlobs:
         self._lock = threading.Lock()
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for leftover in root.glob(".tmp-*"):
-                leftover.unlink()
         except OSError as error:
             raise _storage_error("cannot use the blob directory", error) from error
 
@@ -109,7 +107,10 @@ class LocalBlobs:
         (self._root / name).unlink(missing_ok=True)
 
     def older_than(self, seconds: float) -> Iterator[str]:
-        """Names of blobs that were written more than ``seconds`` ago."""
+        """Names of blobs that were written more than ``seconds`` ago; also what a process that was killed left aside.
+
+        Not so for what is younger: another server may be writing it.
+        """
         limit = time.time() - seconds
         with os.scandir(self._root) as entries:
             for entry in entries:

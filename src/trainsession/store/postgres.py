@@ -32,7 +32,7 @@ _SETTINGS = (
     "WHERE current_setting('synchronous_commit') NOT IN ('on', 'remote_apply')",
     # Who waits for the lock of a process that hangs gives up; a process that hangs loses the lock.
     "SET lock_timeout = '10s'",
-    "SET idle_in_transaction_session_timeout = '30s'",
+    "SET idle_in_transaction_session_timeout = '10s'",
 )
 _CONNECT: dict[str, Any] = {
     # SQLAlchemy's "begin" event sends BEGIN itself, with what belongs to it, in one round trip.
