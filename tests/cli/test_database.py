@@ -67,3 +67,21 @@ def test_a_database_that_is_none_is_named_without_its_password(wrong: str, monke
         assert "database" in said
         assert "hidden" not in out + said
     assert "hidden" not in "".join(run("serve", "--help"))
+
+
+def test_servers_that_share_a_database_say_where_they_are(
+    postgres_server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, said = run("serve", "--dev", "--advertise", "http://127.0.0.1:1", code=2)
+    assert "PostgreSQL" in said
+    monkeypatch.setenv("TRAINSESSION_DATABASE_URL", postgres_server.create())
+    _, said = run("serve", "--dev", "--port", "0", "--advertise", "127.0.0.1:1", code=1)
+    assert "expected http://host[:port]" in said
+    run("keys", "create")
+    with served():
+        second = ("serve", "--dev", "--port", "0", "--home", str(tmp_path / "second"))
+        (tmp_path / "second").mkdir()
+        (tmp_path / "second" / "blobs").symlink_to(tmp_path / "home" / "blobs")
+        _, said = run(*second, "--advertise", "http://127.0.0.1:1", code=1)
+        assert "that one does not say where it can be reached" in said
+        assert "--advertise" in said

@@ -65,6 +65,15 @@ def test_a_healthy_home_new_and_in_use(home: Path) -> None:
     assert "float32" in table or "bfloat16" in table
 
 
+def test_a_service_that_is_not_ready(home: Path) -> None:
+    make_key(home)
+    with keyed(home):
+        shutil.rmtree(home / "blobs")
+        found = failed(findings(code=1))
+    assert list(found) == ["service"]
+    assert found["service"]["found"].endswith("serves this home, and is not ready: blobs")
+
+
 def test_a_home_that_is_no_directory_or_open_to_others(home: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert {"home", "blobs"} <= failed(findings("--home", str(tmp_path / "file" / "home"), code=1)).keys()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from bench.null_engine import MODEL, NullHandle, NullHost
 from tests.postgres import PostgresServer
 from tests.server.together import QUICK, home_of
 from tests.service.driver import PROJECT, Trainer, datum, prompt, result, run, value
-from trainsession.errors import InvalidRequest, ServiceUnavailable
+from tests.store.test_postgres import Proxy
+from trainsession.errors import DatabaseUnavailable, InvalidRequest, ServiceUnavailable, StorageError
 from trainsession.service.leases import OwnedElsewhere
 from trainsession.service.requests import CreateSession
 from trainsession.service.service import Service
@@ -33,17 +35,30 @@ def database(postgres_server: PostgresServer) -> str:
 
 
 @pytest.fixture
-def start(tmp_path: Path, database: str) -> Callable[..., Any]:
+def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
+    """Between the database and a service that is started ``through`` it."""
+    directory = postgres_server.directory / "proxy"
+    directory.mkdir(exist_ok=True)
+    (directory / ".s.PGSQL.5432").unlink(missing_ok=True)
+    made = Proxy(postgres_server, directory)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path, database: str, postgres_server: PostgresServer) -> Callable[..., Any]:
     """Opens a service of the database: ``start("a")``, in the home of that name."""
 
     @asynccontextmanager
     async def started(
-        name: str, host: NullHost | None = None, advertise: str | None = URL, **settings: Any
+        name: str, host: NullHost | None = None, advertise: str | None = URL, through: bool = False, **settings: Any
     ) -> AsyncIterator[Service]:
+        directory = str(postgres_server.directory)
+        url = database.replace(directory, f"{directory}/proxy") if through else database
         service = await Service.open(
             home_of(tmp_path, name),
             host or NullHost(),
-            database=database,
+            database=url,
             advertise=advertise,
             settings=Settings(**{**QUICK, **settings}),
         )
@@ -258,5 +273,94 @@ def test_poll_of_what_several_servers_run(start: Open) -> None:
             (last,) = (await b.results(PROJECT, [ids[1]], timeout=20.0)).results
             assert last.state == "done"
             assert await value(a, ids[1])
+
+    run(test())
+
+
+def test_a_server_that_is_cut_off_from_the_database_is_replaced(start: Open, tmp_path: Path, proxy: Proxy) -> None:
+    """In the middle of a commit, and it comes back later: what it then still wants to write is refused."""
+
+    async def test() -> None:
+        async with start("a", through=True) as a, start("b") as b:
+            trainer = await Trainer.create(a)
+            await result(a, await trainer.train([1, 2]))
+            proxy.refuse, proxy.cut = True, "before"
+            late = asyncio.gather(trainer.step(), trainer.train([5]), return_exceptions=True)
+            successor = Trainer(b, trainer.id, next_seq=2)
+
+            async def taken_over() -> bool:
+                return not await rows(b, sa.select(servers.c.id).where(servers.c.id == a.lease.server))
+
+            await until(taken_over)
+            await result(b, await successor.step())
+            proxy.refuse = False
+            await asyncio.wait_for(a.lease.lost.wait(), 20)
+            assert all(isinstance(one, DatabaseUnavailable) for one in await late)
+            assert await successor.weight() == pytest.approx(0.5 * 3)
+
+    run(test())
+
+
+def test_who_has_other_blobs_does_not_start(start: Open, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with start("a") as a:
+            (tmp_path / "b" / "blobs").mkdir(parents=True)
+            with pytest.raises(StorageError, match="blobs of this database are elsewhere"):
+                async with start("b"):
+                    pass
+            # No rows refer to the blob that says so, and yet it is no garbage.
+            (mark,) = (tmp_path / "blobs").iterdir()
+            os.utime(mark, (1.0, 1.0))
+            await a._janitor.round()
+        async with start("c"):
+            assert mark.exists()
+
+    run(test())
+
+
+def test_a_session_that_only_pays_may_be_anothers(start: Open) -> None:
+    async def test() -> None:
+        async with start("a") as a, start("b") as b:
+            payer = await a.base_sampler(PROJECT, MODEL)
+            assert (await b.base_sampler(PROJECT, MODEL)).session_id == payer.session_id
+            request = prompt([1], session_id=payer.session_id)
+            (sample,) = await b.submit_samples(PROJECT, {"base_model": MODEL}, [request])
+            assert (await result(b, sample)).state == "done"
+            payers = [row.session_id for row in await rows(a, sa.select(ledger.c.session_id).distinct())]
+            assert payers == [payer.session_id]
+
+    run(test())
+
+
+def test_a_stream_of_a_sample_whose_server_is_gone(start: Open) -> None:
+    async def test() -> None:
+        async with start("b") as b:
+            async with start("a") as a:
+                (sample,) = await a.submit_samples(PROJECT, {"base_model": MODEL}, [prompt([1])])
+                await result(a, sample)
+                with pytest.raises(OwnedElsewhere):
+                    await anext(b.stream(PROJECT, sample))
+
+            async def taken_over() -> bool:
+                return b.lease.replaced == 1
+
+            await until(taken_over)
+            assert [frame.get("tokens") async for frame in b.stream(PROJECT, sample)] == [[1, 2, 3], None]
+
+    run(test())
+
+
+def test_one_process_on_a_file_has_no_lease(tmp_path: Path) -> None:
+    async def test() -> None:
+        service = await Service.open(tmp_path, NullHost(), settings=Settings(**QUICK))
+        try:
+            assert await Trainer.create(service)
+            commits = service.store.database.stats.commits
+            await asyncio.sleep(1.0)
+            assert service.store.database.stats.commits == commits
+            assert await rows(service, sa.select(servers)) == []
+            assert (await service.check_ready())["lease"] is True
+        finally:
+            await service.close()
 
     run(test())

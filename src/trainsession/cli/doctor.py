@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import httpx
 import typer
 
 from ..errors import TrainSessionError
@@ -26,6 +27,7 @@ OLDEST_TIME = 1_767_225_600
 """2026-01-01: a clock before it was never set."""
 AHEAD_SECONDS = 60
 _BUSY_SECONDS = 5.0
+_READY_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,13 @@ def check_service(home: Path) -> Finding:
     location = published(home / "run")
     if location is None or not location.answers():
         return Finding("service", True, "none runs on this home")
-    return Finding("service", True, f"process {location.pid} serves this home")
+    serves = f"process {location.pid} serves this home"
+    with httpx.Client(transport=httpx.HTTPTransport(uds=location.socket), timeout=_READY_SECONDS) as client:
+        checks: dict[str, bool] = client.get("http://trainsession/readyz").json()["checks"]
+    failed = ", ".join(name for name, ok in checks.items() if not ok)
+    if failed:
+        return Finding("service", False, f"{serves}, and is not ready: {failed}", "its log holds the reason")
+    return Finding("service", True, serves)
 
 
 def check_prices(home: Path) -> Finding:

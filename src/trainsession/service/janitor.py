@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 import sqlalchemy as sa
 
 from ..errors import TrainSessionError
-from ..store.schema import checkpoints, frozen_weights, internal_snapshots, operations
-from ..store.store import Store
+from ..store.schema import checkpoints, frozen_weights, internal_snapshots, meta, operations
+from ..store.store import BLOBS_KEY, Store
 from .checkpoints import Checkpoints
 from .lane import Lane
 from .log import SAMPLE
@@ -105,6 +105,8 @@ class Janitor:
                 frozen_weights.c.blob,
             ):
                 names.update(connection.execute(sa.select(column).where(column.is_not(None))).scalars())
+            shared = sa.select(meta.c.value).where(meta.c.key == BLOBS_KEY)
+            names.update(value.split(" ")[0] for value in connection.execute(shared).scalars())
             for files in connection.execute(sa.select(checkpoints.c.files)).scalars():
                 names.update(file["blob"] for file in files)
             return names

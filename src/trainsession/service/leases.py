@@ -88,9 +88,11 @@ class Lease:
 
         Raises:
             ServiceUnavailable: another server is there, and one of the two does not say where it is reached.
+            StorageError: this one does not have the blobs of the others.
         """
         if not self.server:
             return TakenOver()
+        await self._store.check_blobs()
         trace = home / "server"
         before = trace.read_text() if trace.exists() else ""
 

@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import sqlalchemy as sa
+
 from ..errors import StorageError
 from .backend import parse_address
 from .blobs import LocalBlobs
 from .database import Database
+from .schema import meta
 
 T = TypeVar("T")
+BLOBS_KEY = "blobs"
+"""In ``meta``: name and checksum of a blob that says which blobs are those of a shared database."""
 INLINE_BYTES = 256 * 1024
 """Up to here bytes sit in their row (one fsync in all); above they become a blob (two more)."""
 
@@ -78,6 +83,35 @@ class Store:
         if stored.inline is None:
             raise StorageError("these bytes were deleted")
         return stored.inline
+
+    async def check_blobs(self) -> None:
+        """Make sure that these blobs are those of the database, by one that all who share it must find.
+
+        Raises:
+            StorageError: others that serve this database have theirs elsewhere.
+        """
+        known = sa.select(meta.c.value).where(meta.c.key == BLOBS_KEY)
+
+        def agree(connection: sa.Connection, mine: str) -> str:
+            first = connection.execute(known).scalar()
+            if first is None:
+                connection.execute(sa.insert(meta).values(key=BLOBS_KEY, value=mine))
+            return first or mine
+
+        value = await self.read(lambda connection: connection.execute(known).scalar())
+        if value is None:
+            blob = await self.in_thread(self.blobs.put, "shared", b"the blobs of this database")
+            mine = f"{blob.name} {blob.sha256}"
+            value = await self.write(lambda connection: agree(connection, mine))
+            if value != mine:
+                await self.drop_blobs([blob.name])
+        try:
+            await self.in_thread(self.blobs.get, *value.split(" "))
+        except StorageError as error:
+            raise StorageError(
+                "the blobs of this database are elsewhere: all servers that share a database must share the directory "
+                f"of blobs, too ({error.message})"
+            ) from error
 
     async def drop_blobs(self, names: Sequence[str]) -> None:
         def drop() -> None:
