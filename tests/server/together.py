@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -18,7 +19,7 @@ from trainsession.server.running import Server, bind_tcp
 from trainsession.service.service import Service
 from trainsession.service.settings import Settings
 
-QUICK = {"lease_seconds": 2.0, "renew_seconds": 0.3}
+QUICK: dict[str, Any] = {"lease_seconds": 2.0, "renew_seconds": 0.3}
 
 
 def home_of(directory: Path, name: str) -> Path:

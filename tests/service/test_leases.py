@@ -92,7 +92,7 @@ class SlowHost(NullHost):
         return handle
 
 
-async def rows(service: Service, query: sa.Select[Any]) -> list[Any]:
+async def rows(service: Service, query: sa.Executable) -> list[Any]:
     return await service.store.read(lambda connection: list(connection.execute(query)))
 
 
@@ -345,7 +345,7 @@ def test_a_stream_of_a_sample_whose_server_is_gone(start: Open) -> None:
                 return b.lease.replaced == 1
 
             await until(taken_over)
-            assert [frame.get("tokens") async for frame in b.stream(PROJECT, sample)] == [[1, 2, 3], None]
+            assert [frame.get("tokens") async for frame in b.stream(PROJECT, sample)] == [[2, 3, 4], None]
 
     run(test())
 

@@ -132,8 +132,8 @@ class Lease:
                     logger.error("%s: %s", self.server, error.message)
                     self.lost.set()
                     return
-                except TrainSessionError as error:
-                    logger.warning("the lease cannot be renewed yet: %s", error.message)
+                except Exception as error:  # whatever it is: without renewals all would be lost
+                    logger.warning("the lease cannot be renewed yet: %s", _said(error))
                     continue
                 if taken is not None:
                     self.replaced += taken.servers
@@ -147,8 +147,7 @@ class Lease:
                 await take_up(taken)
                 return
             except Exception as error:  # whatever it is, the renewals go on, and nobody else will do this
-                said = error.message if isinstance(error, TrainSessionError) else repr(error)
-                logger.warning("what was taken over cannot be run yet: %s", said)
+                logger.warning("what was taken over cannot be run yet: %s", _said(error))
                 await asyncio.sleep(self._settings.retry_seconds)
 
     async def release(self) -> None:
@@ -236,6 +235,10 @@ def _cannot_be_reached(other: str, address: str | None, seconds: float) -> Servi
         "each with --advertise and the URL at which the others reach it. If the other one was killed just now, "
         f"try again in {seconds:g} s"
     )
+
+
+def _said(error: Exception) -> str:
+    return error.message if isinstance(error, TrainSessionError) else repr(error)
 
 
 def _now(connection: sa.Connection) -> float:
