@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 import trainsession as ts
@@ -58,6 +59,17 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
+    def wait(self, seconds: float = 60.0) -> None:
+        """Until it answers for the first time: a client gives up on an address where nobody does."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                httpx.get(f"{self.url}/healthz", trust_env=False)
+                return
+            except httpx.TransportError:
+                assert time.monotonic() < deadline, self.log.read_text()
+                time.sleep(0.1)
+
     def kill(self, *, engine_too: bool) -> None:
         engines = engines_of(self.pid) if engine_too else []
         for pid in [*engines, self.pid]:
@@ -75,6 +87,7 @@ class Server:
 def served(home: Path) -> Iterator[Server]:
     server = Server(home)
     try:
+        server.wait()
         yield server
     finally:
         status = server.stop()

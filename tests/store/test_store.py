@@ -10,6 +10,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -269,6 +270,21 @@ def test_what_a_killed_process_left_aside_is_garbage_once_it_is_old(tmp_path: Pa
     assert list(blobs.older_than(3600.0)) == [".tmp-body-half"]
     blobs.delete(".tmp-body-half")
     assert os.listdir(root) == [".tmp-body-being-written"]
+
+
+def test_a_file_is_taken_over_from_another_file_system(tmp_path: Path) -> None:
+    """The directory of blobs may be a mount that several servers share; what is written before is on a local disk."""
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system")
+    blobs = LocalBlobs(tmp_path / "blobs")
+    with tempfile.TemporaryDirectory(dir=elsewhere) as directory:
+        for path in (Path(directory) / "far", tmp_path / "near"):
+            path.write_bytes(b"merged weights")
+            blob = blobs.adopt("checkpoint", path)
+            assert not path.exists()
+            assert blobs.get(blob.name, blob.sha256) == b"merged weights"
+            assert (tmp_path / "blobs" / blob.name).stat().st_mode & 0o777 == 0o600
 
 
 def test_small_bytes_stay_in_their_row_and_large_ones_become_blobs(tmp_path: Path) -> None:

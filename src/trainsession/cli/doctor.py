@@ -12,7 +12,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import httpx
 import typer
 
 from ..errors import TrainSessionError
@@ -119,6 +118,8 @@ def check_blobs(home: Path) -> Finding:
 
 
 def check_service(home: Path) -> Finding:
+    import httpx
+
     location = published(home / "run")
     if location is None or not location.answers():
         return Finding("service", True, "none runs on this home")

@@ -52,9 +52,7 @@ class TakenOver:
     """What this server runs from now on, of so many others; ``samples`` are ids of operations."""
 
     servers: int = 0
-
-    sessions: Sequence[tuple[str, str]] = ()
-    """Project and id."""
+    sessions: int = 0
     samples: Sequence[str] = ()
 
 
@@ -109,7 +107,10 @@ class Lease:
             return self._take_over(connection, [*gone, ""])
 
         taken = await self._store.write(write)
-        trace.write_text(self.server)
+        try:
+            trace.write_text(self.server)
+        except OSError as error:
+            raise StorageError(f"{trace} cannot be written: {error.strerror}") from error
         self._store.database.fence(self.server)
         return taken
 
@@ -137,7 +138,7 @@ class Lease:
                     continue
                 if taken is not None:
                     self.replaced += taken.servers
-                    logger.warning("took over %d sessions and %d samples", len(taken.sessions), len(taken.samples))
+                    logger.warning("took over %d sessions and %d samples", taken.sessions, len(taken.samples))
                     # Beside this loop: while much is loaded the lease must not expire.
                     taking_up.create_task(self._until_done(take_up, taken))
 
@@ -212,7 +213,7 @@ class Lease:
         drawn = sa.update(operations).where(queued).values(owner=self.server)
         return TakenOver(
             len(gone),
-            [(row.project, row.id) for row in connection.execute(moved.returning(sessions.c.project, sessions.c.id))],
+            connection.execute(moved).rowcount,
             list(connection.execute(drawn.returning(operations.c.id)).scalars()),
         )
 

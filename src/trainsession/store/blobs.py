@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -64,16 +65,19 @@ class LocalBlobs:
         return Blob(name, hashlib.sha256(data).hexdigest(), len(data))
 
     def adopt(self, prefix: str, path: Path) -> Blob:
-        """Take over a file of the same file system, durably and without a copy; ``path`` is gone then."""
+        """Take over a file, durably; ``path`` is gone then. Within a file system it is not copied."""
         name = f"{prefix}-{secrets.token_hex(16)}"
+        aside = self._root / f".tmp-{name}"
         try:
-            path.chmod(0o600)
-            with path.open("rb") as file:
+            shutil.move(path, aside)  # the directory may be a mount of what several servers share
+            aside.chmod(0o600)
+            with aside.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 self._fsync(file.fileno())
                 size = os.fstat(file.fileno()).st_size
-            self._publish(path, name)
+            self._publish(aside, name)
         except OSError as error:
+            aside.unlink(missing_ok=True)
             raise _storage_error("cannot store a file", error) from error
         return Blob(name, digest, size)
 
