@@ -28,6 +28,7 @@ from .activations import ExactActivation
 from .context import PASS_TILE, PassContext, Segment
 from .identity import weights_identity
 from .linear import LinearGroup, MultiLoraLinear
+from .norms import install_norms
 from .selfcheck import can_pack, check_against_transformers, find_inexact, plain_logits
 
 logger = logging.getLogger(__name__)
@@ -245,6 +246,8 @@ def load_model(
     causal.set_attn_implementation(ATTENTION)
     if causal.config.get_text_config()._attn_implementation != ATTENTION:
         raise EngineError(f"{name}: {type(causal).__name__} does not let its attention be replaced")
+    if on.type == "cpu":
+        install_norms(causal)
     model = LoadedModel(causal, name=name, path=path, identity=weights_identity(path), exact=False)
     check_against_transformers(model, expected)
     if exact or (exact is None and on.type == "cpu"):
