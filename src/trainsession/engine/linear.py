@@ -217,6 +217,8 @@ class MultiLoraLinear(nn.Module):
         current = context.maybe_current()
         if current is None:
             return self.base(x)
+        if current.row_adapters is not None:
+            return current.row_adapters.linear(self, x)
         ready = current.ready.pop(self.name, None)
         if ready is not None and ready[0] is x:
             return ready[1]

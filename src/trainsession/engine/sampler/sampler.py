@@ -24,12 +24,13 @@ from .sampling import Drawn, Row, draw, topk_logprobs, uniform
 from .scheduler import Decode, Prefill, Scheduler
 from .sequence import Request
 from .sequence import Sequence as Sample
+from .static import StaticDecoder
 from .stopping import StopCondition
 
 logger = logging.getLogger(__name__)
 
-_DRAW_ROWS = 64
-"""Rows whose float32 and float64 copies of the logits exist at once."""
+_DRAW_ROWS = {"cpu": 64, "cuda": 256}
+"""Rows whose float32 and float64 copies of the logits exist at once. Each draw waits for the device once."""
 _CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
 
 
@@ -56,6 +57,7 @@ class Sampler:
         block_size: Positions of a block. Prompts are prefilled and cached in whole blocks.
         max_running: Samples that decode at once.
         chunk_tokens: Prompt tokens of one prefill pass; default 1,024 on a CPU, 8,192 on a GPU.
+        static: Decode in static steps (CUDA graphs on a GPU); default: where that is faster.
     """
 
     def __init__(
@@ -67,12 +69,17 @@ class Sampler:
         block_size: int = 32,
         max_running: int = 256,
         chunk_tokens: int | None = None,
+        static: bool | None = None,
     ) -> None:
         self._model = model
         self.tokenizer = tokenizer
         self._blocks = BlockManager(num_blocks or default_num_blocks(model, block_size), block_size)
-        self._cache = KVCache(model, self._blocks.num_blocks, block_size)
-        self._runner = Runner(model, self._cache)
+        is_static = StaticDecoder.suits(model) if static is None else static
+        # Rows that only fill a static step up write to a page of their own.
+        self._cache = KVCache(model, self._blocks.num_blocks + is_static, block_size)
+        on_cuda = model.device.type == "cuda"
+        decoder = StaticDecoder(model, self._cache, capture=on_cuda) if is_static else None
+        self._runner = Runner(model, self._cache, decoder)
         self._scheduler = Scheduler(
             self._blocks,
             max_running=max_running,
@@ -222,8 +229,9 @@ class Sampler:
     def _draw(
         self, samples: Sequence[Sample], logits_of: Callable[[range], torch.Tensor], events: list[SampleEvent]
     ) -> None:
-        for start in range(0, len(samples), _DRAW_ROWS):
-            rows = range(start, min(start + _DRAW_ROWS, len(samples)))
+        count = _DRAW_ROWS[self._model.device.type]
+        for start in range(0, len(samples), count):
+            rows = range(start, min(start + count, len(samples)))
             batch = [samples[row] for row in rows]
             for sample, drawn in zip(batch, draw(logits_of(rows), [self._row(s) for s in batch]), strict=True):
                 live = self._live.get(sample.request.id)
