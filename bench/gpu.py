@@ -70,12 +70,12 @@ ROWS = {
 
 def make_model(size: str, directory: Path) -> LoadedModel:
     config = Qwen3Config(
+        **SHAPES[size],  # pyright: ignore[reportArgumentType]
         vocab_size=VOCABULARY,
         num_key_value_heads=8,
         head_dim=128,
         tie_word_embeddings=True,
         max_position_embeddings=40_960,
-        **SHAPES[size],
     )
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -136,8 +136,10 @@ def fidelity(model: LoadedModel, row: Row, adapters: list[Adapter], samples: Sam
     for number in range(0, row.prompts, max(1, row.prompts // 16)):
         tokens, logprobs = samples[f"{turn}/{number}/0"]
         whole = np.concatenate([prompt_of(1000 * turn + number, row.length), tokens]).astype(np.int64)
-        adapter = adapters[number % len(adapters)] if adapters else new_adapter(
-            LoraConfig(rank=1, seed=0), model.lora_modules, model.device
+        adapter = (
+            adapters[number % len(adapters)]
+            if adapters
+            else new_adapter(LoraConfig(rank=1, seed=0), model.lora_modules, model.device)
         )
         item = TrainItem(
             adapter_id="a", data=[Datum(whole[:-1], {"target_tokens": whole[1:]})], loss_fn=None, backward=False
@@ -209,9 +211,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(options.size, Path(directory))
         for name in options.row or ROWS:
-            row = measure(
-                model, tokenizer, options.size, name, static=not options.packed, profile=options.profile
-            )
+            row = measure(model, tokenizer, options.size, name, static=not options.packed, profile=options.profile)
             line = json.dumps({**row, **about})
             print(line, flush=True)
             if options.json is not None:

@@ -36,9 +36,11 @@ def _logprobs(path: Path, adapter: Adapter | None, prompt: np.ndarray, tokens: l
     """Of the sampled tokens, by transformers in float32 with the adapter merged into its weights."""
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
-        for name, pair in {} if adapter is None else adapter.weights.items():
-            delta = adapter.scale * (pair.B.detach().cpu() @ pair.A.detach().cpu()) if adapter else 0
-            reference.get_submodule(name).weight += delta
+        for name, pair in [] if adapter is None else adapter.weights.items():
+            weight = reference.get_submodule(name).weight
+            assert isinstance(weight, torch.Tensor)
+            assert adapter is not None
+            weight += adapter.scale * (pair.B.detach().cpu() @ pair.A.detach().cpu())
         whole = torch.tensor(np.concatenate([prompt, tokens])[None]).long()
         logprobs = torch.log_softmax(reference(whole).logits[0].double(), -1)
     return logprobs[len(prompt) - 1 : -1].gather(1, whole[0, len(prompt) :, None])[:, 0].numpy()
@@ -85,9 +87,7 @@ def test_logprobs_of_mixed_adapters_equal_transformers_with_merged_weights(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_adapters_come_and_go(
-    device: str, tiny_model: Path, tiny_tokenizer: Tokenizer, finish: Finish
-) -> None:
+def test_adapters_come_and_go(device: str, tiny_model: Path, tiny_tokenizer: Tokenizer, finish: Finish) -> None:
     model = load_model(tiny_model, name="tiny", device=device, dtype="float32", exact=False)
     sampler = Sampler(model, tiny_tokenizer, num_blocks=64, block_size=8, static=True)
     prompt = np.arange(3, 20, dtype=np.int32)
@@ -102,16 +102,18 @@ def test_adapters_come_and_go(
             np.testing.assert_allclose(sequence.logprobs, expected, atol=2e-4)
 
 
-def test_a_bank_gives_each_row_its_own_columns_and_refuses_more_than_it_has(loaded: Callable[[str], LoadedModel]) -> None:
+def test_a_bank_gives_each_row_its_own_columns_and_refuses_more_than_it_has(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
     model = loaded("llama")
     bank = AdapterBank(model.lora_modules)
     few = [_adapter(model, seed, 32) for seed in range(3)]
-    scales = bank.place([few[0], None, few[1], few[0]])
-    assert scales is not None
-    assert scales.shape[1] == 64
-    assert (scales[1] == 0).all()
-    assert ((scales != 0).sum(1) == [32, 0, 32, 32]).all()
-    assert not (scales[0] * scales[2]).any()
+    mask = bank.place([few[0], None, few[1], few[0]])
+    assert mask is not None
+    assert mask.shape[1] == 64
+    assert (mask[1] == 0).all()
+    assert ((mask != 0).sum(1) == [32, 0, 32, 32]).all()
+    assert not (mask[0] * mask[2]).any()
     many = [_adapter(model, seed, 64) for seed in range(COLUMNS // 64 + 1)]
     assert bank.place(many) is None
     everyone = bank.place(many[1:])

@@ -1,8 +1,10 @@
 """LoRA matrices of many adapters side by side, at addresses that never change.
 
 A decode step that is captured once serves whatever adapters come and go: every adapter has columns of
-its own in one A and one B per layer, and a row's scale is zero at the columns of the others. So the
-products of all rows and all adapters are two, ``(x A^T * scales) B^T``, however they are mixed.
+its own in one A and one B per layer, and a row's mask is zero at the columns of the others. So the
+products of all rows and all adapters are two, ``(x A^T * mask) B^T``, however they are mixed. Layers
+that are called with the same tensor (query, key and value; gate and up) share the first. An adapter's
+scale is part of its A here.
 
 Shapes: T rows, K inputs, N outputs, C columns.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,23 +33,31 @@ _GRAIN = 16
 
 @dataclass(frozen=True, slots=True)
 class RowAdapters:
-    """`context.RowAdapters` of a static pass: each row's scale at each column, (T, C) float32; C may be 0."""
+    """`context.RowAdapters` of a static pass: 1 at the columns of each row's adapter, (T, C); C may be 0."""
 
     bank: AdapterBank
-    scales_TC: torch.Tensor
+    mask_TC: torch.Tensor
+    _low: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """What a layer computed for its siblings: by name, of which tensor, and their ``x A^T * mask``."""
 
     def linear(self, layer: MultiLoraLinear, x: torch.Tensor) -> torch.Tensor:
         """(..., K) -> (..., N): the layer with every row's own adapter."""
         out = functional.linear(x, layer.weight, layer.bias)
-        pair = self.bank.matrices.get(layer.name)
-        columns = self.scales_TC.shape[1]
-        if pair is None or columns == 0:
-            return out
-        a_CK, b_NC = pair
-        low_TC = x.reshape(-1, x.shape[-1]) @ a_CK[:columns].t()
-        low_TC = (low_TC * self.scales_TC).to(x.dtype)
-        out.view(-1, out.shape[-1]).addmm_(low_TC, b_NC[:, :columns].t())
+        b_NC = self.bank.b.get(layer.name)
+        if b_NC is not None and self.mask_TC.shape[1]:
+            columns = self.mask_TC.shape[1]
+            out.view(-1, out.shape[-1]).addmm_(self._low_of(layer, x), b_NC[:, :columns].t())
         return out
+
+    def _low_of(self, layer: MultiLoraLinear, x: torch.Tensor) -> torch.Tensor:
+        ready = self._low.pop(layer.name, None)
+        if ready is not None and ready[0] is x:
+            return ready[1]
+        a_SCK = self.bank.a[layer.siblings[0].name][:, : self.mask_TC.shape[1]]
+        low_STC = (x.reshape(-1, x.shape[-1]) @ a_SCK.transpose(1, 2)).mul_(self.mask_TC)
+        for sibling, low_TC in zip(layer.siblings, low_STC, strict=True):
+            self._low[sibling.name] = (x, low_TC)
+        return self._low.pop(layer.name)[1]
 
 
 @dataclass(slots=True)
@@ -62,19 +72,21 @@ class AdapterBank:
     """The places of adapters, and the matrices they stand in.
 
     Attributes:
-        matrices: By layer, A (C, K) and B (N, C) in the model's dtype.
+        a: By the first of siblings, their A's (S, C, K), scaled, in the model's dtype.
+        b: By layer, B (N, C), of those that an adapter trains.
         generation: Changes when matrices are added: what was captured before lacks them.
     """
 
     def __init__(self, layers: Mapping[str, MultiLoraLinear]) -> None:
-        self.matrices: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.a: dict[str, torch.Tensor] = {}
+        self.b: dict[str, torch.Tensor] = {}
         self.generation = 0
         self._layers = layers
         self._places: dict[int, _Place] = {}
         self._time = 0
 
     def place(self, owners: Sequence[Adapter | None]) -> npt.NDArray[np.float32] | None:
-        """Bring the rows' adapters in, and return their scales (rows, columns of the step).
+        """Bring the rows' adapters in, and return the rows' mask (rows, columns of the step).
 
         None: they have more columns than there are.
         """
@@ -92,11 +104,11 @@ class AdapterBank:
         spans = {key: self._places[_key(adapter)].columns for key, adapter in wanted.items()}
         last = max((span.stop for span in spans.values()), default=0)
         columns = 0 if last == 0 else next(step for step in _STEPS if step >= last)
-        scales = np.zeros((len(owners), columns), dtype=np.float32)
+        mask = np.zeros((len(owners), columns), dtype=np.float32)
         for row, adapter in enumerate(owners):
             if adapter is not None:
-                scales[row, spans[id(adapter)]] = adapter.scale
-        return scales
+                mask[row, spans[id(adapter)]] = 1
+        return mask
 
     def _find(self, adapter: Adapter) -> _Place | None:
         place = self._places.get(_key(adapter))
@@ -109,16 +121,18 @@ class AdapterBank:
             return False
         columns = slice(start, start + _width(adapter))
         self._places[_key(adapter)] = _Place(columns, weakref.ref(adapter.parameters()[0]), self._time)
-        for name in adapter.weights.keys() - self.matrices.keys():
-            self.matrices[name] = self._new(self._layers[name])
-            self.generation += 1
-        for name, (a_CK, b_NC) in self.matrices.items():
+        for name in adapter.weights.keys() - self.b.keys():
+            self._add(self._layers[name])
+        for name, b_NC in self.b.items():
+            siblings = self._layers[name].siblings
+            place = next(i for i, sibling in enumerate(siblings) if sibling.name == name)
+            a_CK = self.a[siblings[0].name][place]
             a_CK[columns].zero_()
             b_NC[:, columns].zero_()
             pair = adapter.weights.get(name)
             if pair is not None:
                 rank = pair.A.shape[0]
-                a_CK[start : start + rank].copy_(pair.A)
+                a_CK[start : start + rank].copy_(pair.A * adapter.scale)
                 b_NC[:, start : start + rank].copy_(pair.B)
         return True
 
@@ -138,9 +152,12 @@ class AdapterBank:
                 return None
             del self._places[min(unused, key=lambda key: self._places[key].used)]
 
-    def _new(self, layer: MultiLoraLinear) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = layer.weight
-        return weight.new_zeros(COLUMNS, layer.in_features), weight.new_zeros(layer.out_features, COLUMNS)
+    def _add(self, layer: MultiLoraLinear) -> None:
+        first, weight = layer.siblings[0].name, layer.weight
+        if first not in self.a:
+            self.a[first] = weight.new_zeros(len(layer.siblings), COLUMNS, layer.in_features)
+        self.b[layer.name] = weight.new_zeros(layer.out_features, COLUMNS)
+        self.generation += 1
 
 
 def _key(adapter: Adapter) -> int:

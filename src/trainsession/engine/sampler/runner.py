@@ -54,6 +54,19 @@ class Runner:
     def release(self) -> None:
         """Give back memory that is kept from step to step."""
         self._windows.keep(set())
+        if self._static is not None:
+            self._static.forget()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether decode steps can be started before it is known which samples go on."""
+        return self._static is not None
+
+    def run_ahead(self, going_on: Sequence[tuple[Sample, int]], adapters: Mapping[str, Adapter | None]) -> None:
+        """Start the next decode step of samples, with the tokens that they were just given."""
+        if self._static is not None and going_on:
+            owners = [adapters[sample.request.id] for sample, _ in going_on]
+            self._static.run_ahead([s for s, _ in going_on], [token for _, token in going_on], owners)
 
     def prefill(
         self,

@@ -61,6 +61,28 @@ class StaticAttention:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A step that was started before its samples were asked for: row i fed ``samples[i]`` at its position."""
+
+    samples: list[Sample]
+    positions: list[int]
+    logits_TV: torch.Tensor
+
+    def logits_of(self, samples: Sequence[Sample]) -> torch.Tensor | None:
+        """Of these samples, if all of them were in it and stand where it left them."""
+        rows = {id(sample): row for row, sample in enumerate(self.samples)}
+        wanted = [rows.get(id(sample), -1) for sample in samples]
+        if any(
+            row < 0 or self.positions[row] != sample.computed or not sample.wants_token
+            for row, sample in zip(wanted, samples, strict=True)
+        ):
+            return None
+        if wanted == list(range(len(self.samples))):
+            return self.logits_TV
+        return self.logits_TV.index_select(0, torch.tensor(wanted, device=self.logits_TV.device))
+
+
 class StaticDecoder:
     """Decode steps over static buffers.
 
@@ -77,12 +99,18 @@ class StaticDecoder:
         self._captures = capture
         pages = -(-model.context_length // cache.block_size)
         device, rows = model.device, SIZES[-1]
-        self._tokens_T = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._positions_T = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._slots_T = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._heads_3T = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        """Tokens, positions and slots."""
         self._lengths_T = torch.ones(rows, dtype=torch.int32, device=device)
-        self._tables_TP = torch.zeros(rows, pages, dtype=torch.int32, device=device)
-        self._scales_TC = torch.zeros(rows * COLUMNS, dtype=torch.float32, device=device)
+        self._tables = np.full((rows, pages), cache.num_blocks - 1, dtype=np.int32)
+        self._tables_TP = torch.from_numpy(self._tables).to(device, copy=True)
+        self._filler = [cache.num_blocks - 1]
+        self._rows: list[tuple[list[int], int]] = [(self._filler, 1)] * rows
+        """Whose pages stand in the table, and how many."""
+        self._mask_buffer = torch.zeros(rows * COLUMNS, dtype=model.dtype, device=device)
+        self._masked: tuple[list[Adapter | None], torch.Tensor] | None = None
+        """Whose columns stand in it."""
+        self._ahead: _Ahead | None = None
         self._seen: set[tuple[int, int]] = set()
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._generation = self._bank.generation
@@ -95,69 +123,120 @@ class StaticDecoder:
 
     def decode(self, samples: Sequence[Sample], owners: Sequence[Adapter | None]) -> torch.Tensor | None:
         """Feed each sample its next token; logits (T, V), or None where the step does not fit in here."""
-        rows = len(samples)
-        size = next((size for size in SIZES if size >= rows), None)
-        scales = None if size is None else self._bank.place(owners)
-        if size is None or scales is None:
+        ahead, self._ahead = self._ahead, None
+        logits_TV = None if ahead is None else ahead.logits_of(samples)
+        if logits_TV is not None:
+            return logits_TV
+        return self._step(samples, [sample.next_input for sample in samples], owners)
+
+    def run_ahead(self, samples: Sequence[Sample], tokens: Sequence[int], owners: Sequence[Adapter | None]) -> None:
+        """Start the step that feeds the samples these tokens, which they don't have yet.
+
+        The next `decode` takes its logits if it asks for no others. What such a step wrote for a sample
+        that does not go on lies behind its end, and comes before whatever uses its pages next.
+        """
+        logits_TV = self._step(samples, tokens, owners)
+        if logits_TV is not None:
+            self._ahead = _Ahead(list(samples), [sample.computed for sample in samples], logits_TV)
+
+    def forget(self) -> None:
+        """Drop what ran ahead, and whatever keeps samples and adapters alive."""
+        self._ahead = self._masked = None
+
+    def _step(
+        self, samples: Sequence[Sample], tokens: Sequence[int], owners: Sequence[Adapter | None]
+    ) -> torch.Tensor | None:
+        size = next((size for size in SIZES if size >= len(samples)), None)
+        mask_TC = None if size is None else self._mask(owners, size)
+        if size is None or mask_TC is None:
+            return None
+        self._fill(samples, tokens, size)
+        return self._run(size, mask_TC)[: len(samples)]
+
+    def _mask(self, owners: Sequence[Adapter | None], size: int) -> torch.Tensor | None:
+        """Each row's columns of the bank (T, C), or None where the adapters have more than there are."""
+        last = self._masked
+        if last is not None and last[1].shape[0] == size and _same(last[0], owners):
+            return last[1]
+        self._masked = None
+        mask = self._bank.place(owners)
+        if mask is None:
             return None
         if self._bank.generation != self._generation:
             self._generation = self._bank.generation
             self._graphs.clear()
             self._seen.clear()
-        self._fill(samples, size)
-        columns = scales.shape[1]
-        scales_TC = self._scales_TC[: size * columns].view(size, columns)
+        rows, columns = mask.shape
+        mask_TC = self._mask_buffer[: size * columns].view(size, columns)
         if columns:
-            scales_TC[:rows].copy_(torch.from_numpy(scales))
-            scales_TC[rows:].zero_()
-        return self._run(size, scales_TC)[:rows]
+            mask_TC[:rows].copy_(torch.from_numpy(mask))
+            mask_TC[rows:].zero_()
+        self._masked = (list(owners), mask_TC)
+        return mask_TC
 
-    def _fill(self, samples: Sequence[Sample], size: int) -> None:
-        page_size, spare = self._cache.block_size, self._cache.num_blocks - 1
-        width = max(len(sample.blocks) for sample in samples)
-        tables = np.full((size, width), spare, dtype=np.int32)
-        heads = np.zeros((3, size), dtype=np.int64)
-        heads[2] = spare * page_size
-        for row, sample in enumerate(samples):
-            at = sample.computed
-            tables[row, : len(sample.blocks)] = sample.blocks
-            heads[:, row] = sample.next_input, at, sample.blocks[at // page_size] * page_size + at % page_size
-        for buffer, values in zip((self._tokens_T, self._positions_T, self._slots_T), heads, strict=True):
-            buffer[:size].copy_(torch.from_numpy(values))
-        self._lengths_T[:size].copy_(torch.from_numpy((heads[1] + 1).astype(np.int32)))
-        self._tables_TP[:size, :width].copy_(torch.from_numpy(tables))
+    def _fill(self, samples: Sequence[Sample], tokens: Sequence[int], size: int) -> None:
+        page_size, rows = self._cache.block_size, len(samples)
+        spare = self._cache.num_blocks - 1
+        at = [sample.computed for sample in samples]
+        slots = [
+            s.blocks[position // page_size] * page_size + position % page_size
+            for s, position in zip(samples, at, strict=True)
+        ]
+        filler = size - rows
+        heads = np.array(
+            [[*tokens, *[0] * filler], [*at, *[0] * filler], [*slots, *[spare * page_size] * filler]], dtype=np.int64
+        )
+        self._heads_3T[:, :size].copy_(torch.from_numpy(heads))
+        self._lengths_T[:size].copy_(self._heads_3T[1, :size] + 1)
+        # A sample's list of blocks only grows; one that was preempted starts another list.
+        wanted = [sample.blocks for sample in samples] + [self._filler] * filler
+        changed = [
+            row
+            for row, (blocks, (before, pages)) in enumerate(zip(wanted, self._rows, strict=False))
+            if before is not blocks or pages != len(blocks)
+        ]
+        for row in changed:
+            self._tables[row, : len(wanted[row])] = wanted[row]
+            self._rows[row] = (wanted[row], len(wanted[row]))
+        if changed:
+            width = max(self._rows[row][1] for row in changed)
+            low, high = changed[0], changed[-1] + 1
+            self._tables_TP[low:high, :width].copy_(torch.from_numpy(self._tables[low:high, :width]))
 
-    def _run(self, size: int, scales_TC: torch.Tensor) -> torch.Tensor:
-        key = (size, scales_TC.shape[1])
+    def _run(self, size: int, mask_TC: torch.Tensor) -> torch.Tensor:
+        key = (size, mask_TC.shape[1])
         if not self._captures or key not in self._seen:
             self._seen.add(key)
-            return self._compute(size, scales_TC)
+            return self._compute(size, mask_TC)
         if key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(size, scales_TC)
+                self._graphs[key] = self._capture(size, mask_TC)
             except Exception as error:
                 # An architecture may do what a graph cannot hold: slower, but right.
                 logger.warning("decode steps of %s run without CUDA graphs: %s", self._model.name, error)
                 self._captures = False
-                return self._compute(size, scales_TC)
+                return self._compute(size, mask_TC)
         graph, logits_TV = self._graphs[key]
         graph.replay()
         # A copy: the next step of this size overwrites the graph's own.
         return logits_TV.clone()
 
-    def _capture(self, size: int, scales_TC: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, size: int, mask_TC: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._model.device)
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_TV = self._compute(size, scales_TC)
+            logits_TV = self._compute(size, mask_TC)
         return graph, logits_TV
 
-    def _compute(self, size: int, scales_TC: torch.Tensor) -> torch.Tensor:
-        attention = StaticAttention(
-            self._cache, self._slots_T[:size], self._tables_TP[:size], self._lengths_T[:size]
-        )
+    def _compute(self, size: int, mask_TC: torch.Tensor) -> torch.Tensor:
+        tokens_T, positions_T, slots_T = self._heads_3T[:, :size]
+        attention = StaticAttention(self._cache, slots_T, self._tables_TP[:size], self._lengths_T[:size])
         segments = [Segment(None, 0, size)]
-        rows = RowAdapters(self._bank, scales_TC)
+        rows = RowAdapters(self._bank, mask_TC)
         context = PassContext(segments, attention, tile=DECODE_TILE, sampling=True, row_adapters=rows)
-        h_TE = self._model.hidden(self._tokens_T[:size], self._positions_T[:size], context)
+        h_TE = self._model.hidden(tokens_T, positions_T, context)
         return self._model.logits(h_TE, segments, tile=DECODE_TILE, sampling=True, row_adapters=rows)
+
+
+def _same(left: Sequence[Adapter | None], right: Sequence[Adapter | None]) -> bool:
+    return len(left) == len(right) and all(one is other for one, other in zip(left, right, strict=True))

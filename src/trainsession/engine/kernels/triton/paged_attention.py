@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUnknownParameterType=false
 # pyright: reportInvalidTypeForm=false, reportOptionalMemberAccess=false, reportIndexIssue=false, reportArgumentType=false
-# ruff: noqa: ANN001, N803, N806
+# pyright: reportAttributeAccessIssue=false
 """Flash decoding over a paged cache; see `kernels.paged_attention` for shapes and arguments."""
 
 import triton
@@ -73,7 +73,9 @@ def attend(
 
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if SPLITS == 1:
-        tl.store(parts_ptr + (b * H + heads[:, None]) * D + cols[None, :], acc.to(parts_ptr.dtype.element_ty), mask=q_mask)
+        tl.store(
+            parts_ptr + (b * H + heads[:, None]) * D + cols[None, :], acc.to(parts_ptr.dtype.element_ty), mask=q_mask
+        )
     else:
         row = (b * H + heads) * SPLITS + s
         tl.store(parts_ptr + row[:, None] * D + cols[None, :], acc, mask=q_mask)
