@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ..limits import LIMITS
 from ..service.requests import CreateSession, OperationKind, OperationState
-from ..types import USAGE_GROUPS, BaseModel, Checkpoint, LoraConfig, SessionInfo
+from ..types import USAGE_GROUPS, BaseModel, BudgetPeriod, Checkpoint, LoraConfig, SessionInfo
 
 
 class Request(PydanticModel):
@@ -196,6 +196,18 @@ class UsageRowBody(Answer):
     engine_seconds: float | None
 
 
+class BudgetBody(Answer):
+    """Money as exact decimals; ``reserved`` is the most that unfinished work can still cost."""
+
+    budget: str
+    spent: str
+    reserved: str
+    left: str
+    currency: str
+    period: BudgetPeriod
+    resets_at: float | None
+
+
 class UsageReportBody(Answer):
     total: UsageBody
     by_session: dict[str, UsageBody]
@@ -206,6 +218,7 @@ class UsageReportBody(Answer):
     by: list[str]
     rows: list[UsageRowBody]
     costs: dict[str, str]
+    budget: BudgetBody | None
 
 
 # --- msgpack bodies: their logical structure ------------------------------------------------

@@ -12,10 +12,13 @@ import sqlalchemy as sa
 from .. import wire
 from ..errors import NotFound, SequenceConflict, SessionClosed, SessionFenced, TrainSessionError, from_wire
 from ..store.database import Prepared
-from ..store.schema import json_type, ledger, operations, sessions
+from ..store.schema import budgets, json_type, operations, sessions
 from ..store.store import Store, Stored
 from .bodies import Body, parse_packed
+from .budgets import HAS_BUDGET, hold, hold_one
 from .ids import new_id
+from .ledger import settle
+from .prices import Charge, Quote
 from .requests import OperationRequest, OperationResult, OperationState
 from .session import Session
 
@@ -25,20 +28,20 @@ SAMPLE = "sample"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """``new`` is False for a retry of something that the log already holds."""
+    """``new`` is False for a retry of something that the log already holds; ``error`` is why it was refused."""
 
     operation_id: str
     seq: int
     new: bool
+    error: TrainSessionError | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Charge:
-    """Tokens of one kind and their price at this moment (`trainsession.service.prices`)."""
+@dataclass(frozen=True, slots=True)
+class AcceptedSamples:
+    """Of a retry the ids of its first time, ``earlier``, in its order; else those that were ``refused``."""
 
-    kind: str
-    tokens: int
-    price: int
+    earlier: list[str] | None
+    refused: set[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +83,11 @@ class OperationLog:
         request: OperationRequest,
         body: Stored,
         tokens: int,
+        quote: Quote | None = None,
         error: TrainSessionError | None = None,
     ) -> Accepted:
-        """Log a training operation; with ``error`` as one that was refused and failed at once.
+        """Log a training operation; with ``error``, or where the budget does not hold its ``quote``, as one that
+        was refused and failed at once.
 
         Raises:
             SessionFenced, SessionClosed: as of the moment of the transaction.
@@ -93,9 +98,9 @@ class OperationLog:
             found = _FIND.rows(
                 connection, {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
             )
-            state, epoch, next_seq, *_ = found[0]
+            state, epoch, next_seq, has_budget, *_ = found[0]
             _check_open(state, epoch, request.epoch)
-            same = [_Logged(*row[3:]) for row in found if row[3] is not None]
+            same = [_Logged(*row[4:]) for row in found if row[4] is not None]
             for old in same:
                 _check_same(old, request, body.sha256)
             if same:
@@ -105,6 +110,9 @@ class OperationLog:
                 last = connection.execute(_LAST, {"session": session.id}).scalar() or 0
                 seq = max(last + 1, next_seq)
             now = time.time()
+            refused = error
+            if error is None and quote is not None and has_budget:
+                refused = hold_one(connection, session.project, quote, now)
             values: dict[str, Any] = {
                 "id": new_id("op"),
                 "project": session.project,
@@ -114,28 +122,33 @@ class OperationLog:
                 "scope": session.id,
                 "idempotency_key": request.idempotency_key or None,
                 "weights": None,
-                "state": "queued" if error is None else "failed",
+                "state": "queued" if refused is None else "failed",
                 "tokens": tokens,
+                "quote": None if quote is None or refused is not None else quote.to_row(),
                 "created_at": now,
-                "finished_at": None if error is None else now,
-                "error": None if error is None else error.to_wire(),
+                "finished_at": None if refused is None else now,
+                "error": None if refused is None else refused.to_wire(),
                 **body.columns("body"),
             }
             _INSERT.run(connection, values)
-            return Accepted(operation_id=values["id"], seq=seq, new=True)
+            return Accepted(operation_id=values["id"], seq=seq, new=True, error=refused)
 
         return await self._store.write(write)
 
-    async def accept_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[str] | None:
-        """Log samples, all or none; None when the first one's idempotency key is new.
+    async def accept_samples(
+        self, rows: Sequence[Mapping[str, Any]], quotes: Sequence[Quote], whole: bool
+    ) -> AcceptedSamples:
+        """Log samples, all of them in one commit; those that the budget does not hold as failed.
 
-        Returns the ids of the earlier request with that key, in its order.
+        Args:
+            whole: Log none where one does not fit.
 
         Raises:
-            SequenceConflict: that request was another one.
+            SequenceConflict: the first one's idempotency key was used for other samples.
+            BudgetExceeded: none fits, or not all of a ``whole``; nothing was logged.
         """
 
-        def write(connection: sa.Connection) -> list[str] | None:
+        def write(connection: sa.Connection) -> AcceptedSamples:
             keys = [row["idempotency_key"] for row in rows if row["idempotency_key"]]
             if keys:
                 old = connection.execute(
@@ -144,9 +157,10 @@ class OperationLog:
                     .where(operations.c.idempotency_key.in_(keys))
                 ).all()
                 if old:
-                    return _same_samples(rows, {row.idempotency_key: row for row in old})
-            connection.execute(sa.insert(operations), list(rows))
-            return None
+                    return AcceptedSamples(_same_samples(rows, {row.idempotency_key: row for row in old}), set())
+            logged, refused = hold(connection, rows, quotes, whole)
+            connection.execute(sa.insert(operations), logged)
+            return AcceptedSamples(None, refused)
 
         return await self._store.write(write)
 
@@ -154,7 +168,7 @@ class OperationLog:
         """Whether the number or the key stands for an operation already."""
         call = {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
         found = await self._store.read(lambda connection: _FIND.rows(connection, call))
-        return any(row[3] is not None for row in found)
+        return any(row[4] is not None for row in found)
 
     async def finish(self, *endings: Ending) -> None:
         """Commit how operations ended, with their ledger rows and their session's advance."""
@@ -248,6 +262,7 @@ _FIND = Prepared(
         sessions.c.state,
         sessions.c.epoch,
         sessions.c.next_seq,
+        HAS_BUDGET.where(budgets.c.project == sessions.c.project).scalar_subquery(),
         operations.c.id,
         operations.c.seq,
         operations.c.body_sha256,
@@ -279,10 +294,15 @@ _FINISH = Prepared(
         result_sha256=sa.bindparam("new_sha256"),
         result_blob=sa.bindparam("new_blob"),
     )
-    .returning(operations.c.session_id, operations.c.seq, operations.c.project)
+    .returning(
+        operations.c.session_id,
+        operations.c.seq,
+        operations.c.project,
+        sa.type_coerce(operations.c.quote, sa.String),
+        HAS_BUDGET.where(budgets.c.project == operations.c.project).scalar_subquery(),
+    )
 )
 
-_CHARGE = Prepared(sa.insert(ledger), [column.name for column in ledger.c if column.name != "id"])
 _ADVANCE = Prepared(
     sa.update(sessions)
     .where(sessions.c.id == sa.bindparam("session"), sessions.c.next_seq <= sa.bindparam("seq"))
@@ -312,27 +332,21 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
     )
     if not found:  # it had ended before: one end each, so nothing is metered twice
         return
-    session_id, seq, project = found[0]
-    if ending.charges:
-        _CHARGE.run(
+    session_id, seq, project, quote, has_budget = found[0]
+    if ending.charges or ending.refund is not None or (quote is not None and has_budget):
+        settle(
             connection,
-            *(
-                {
-                    "project": project,
-                    "session_id": ending.payer,
-                    "operation_id": ending.operation_id,
-                    "base_model": ending.base_model,
-                    "kind": charge.kind,
-                    "tokens": charge.tokens,
-                    "price": charge.price,
-                    "currency": ending.currency,
-                    "created_at": now,
-                }
-                for charge in ending.charges
-            ),
+            project=project,
+            payer=ending.payer,
+            operation_id=ending.operation_id,
+            base_model=ending.base_model,
+            currency=ending.currency,
+            charges=ending.charges,
+            refund=ending.refund,
+            quote=quote,
+            has_budget=bool(has_budget),
+            now=now,
         )
-    if ending.refund is not None:
-        _refund(connection, ending, now)
     if ending.advance is not None:
         # Of two operations whose results are written in the other order, the later one's state stays.
         _ADVANCE.run(
@@ -348,18 +362,6 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
         )
     if ending.also is not None:
         ending.also(connection)
-
-
-def _refund(connection: sa.Connection, ending: Ending, now: float) -> None:
-    """The ledger is append-only, so what was charged is taken back by a negative row at its own price."""
-    paid = connection.execute(sa.select(ledger).where(ledger.c.operation_id == ending.refund)).mappings().all()
-    rows = [
-        {key: value for key, value in row.items() if key != "id"}
-        | {"operation_id": ending.operation_id, "tokens": -row["tokens"], "created_at": now}
-        for row in paid
-    ]
-    if rows:
-        connection.execute(sa.insert(ledger), rows)
 
 
 def _check_open(state: str, present: int, epoch: int | None) -> None:

@@ -4,18 +4,61 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..errors import InvalidRequest
 from ..types import Usage
 
 KINDS = ("prefill", "prefill_cached", "sample", "train")
+_PICO = 12
+"""Digits behind the point of tokens times price: prices are millionths per million tokens."""
 MICRO = 1_000_000
 """Prices are stored as whole millionths of a currency unit per million tokens."""
 EXAMPLE_PRICES = Path(__file__).with_name("prices.toml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charge:
+    """Tokens of one kind and their price."""
+
+    kind: str
+    tokens: int
+    price: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quote:
+    """What an operation costs, settled when it is accepted and logged with it: a price table that changes
+    while it waits, or a crash, does not change its bill.
+
+    Attributes:
+        prices: By kind, as in the `PriceTable`.
+        most: The greatest cost that it can have, as whole ``tokens * price``: what a budget reserves.
+        max_tokens: What ``most`` holds for a sample that names no ``max_tokens``.
+    """
+
+    currency: str
+    prices: Mapping[str, int]
+    most: int = 0
+    max_tokens: int | None = None
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Self:
+        return cls(**row)
+
+    def to_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def charges(self, tokens: Mapping[str, int]) -> list[Charge]:
+        """Ledger rows."""
+        return [Charge(kind=kind, tokens=count, price=self.prices[kind]) for kind, count in tokens.items() if count > 0]
+
+    def usage(self, tokens: Mapping[str, int]) -> Usage:
+        """Tokens by kind, with their cost."""
+        return Usage(**tokens, cost=cost_of(sum(count * self.prices[kind] for kind, count in tokens.items())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +84,47 @@ class PriceTable:
         }
         return cls(str(table.get("currency", "USD")), default, models)
 
+    @classmethod
+    def of_home(cls, home: Path) -> PriceTable:
+        """``prices.toml`` of a home, or the packaged example prices. Raises as `load` does."""
+        own = home / "prices.toml"
+        return cls.load(own if own.exists() else EXAMPLE_PRICES)
+
     def price(self, base_model: str, kind: str) -> int:
         return self.models.get(base_model, self.default)[kind]
+
+    def quote(self, base_model: str, at_most: Mapping[str, int], max_tokens: int | None = None) -> Quote:
+        """Today's prices for an operation.
+
+        Args:
+            at_most: The most tokens of each kind that it can have.
+            max_tokens: See `Quote`.
+        """
+        prices = self.models.get(base_model, self.default)
+        most = sum(count * prices[kind] for kind, count in at_most.items())
+        return Quote(currency=self.currency, prices=prices, most=most, max_tokens=max_tokens)
 
     def shown(self, base_models: set[str]) -> dict[str, dict[str, float]]:
         """Per million tokens in the currency, of these models."""
         return {model: {kind: self.price(model, kind) / MICRO for kind in KINDS} for model in sorted(base_models)}
 
-    def priced(self, base_model: str, tokens: Mapping[str, int]) -> Usage:
-        """Tokens by kind, with their cost."""
-        micro = sum(count * self.price(base_model, kind) for kind, count in tokens.items())
-        return Usage(**tokens, cost=cost_of(micro))
-
 
 def cost_of(tokens_times_price: int) -> float:
     """Currency units of a sum of ``tokens * price``: exact until this one division."""
     return tokens_times_price / (MICRO * MICRO)
+
+
+def exact(tokens_times_price: int) -> Decimal:
+    """Currency units of a sum of ``tokens * price``, without a rounding."""
+    return Decimal((int(tokens_times_price < 0), tuple(map(int, str(abs(tokens_times_price)))), -_PICO))
+
+
+def whole(amount: Decimal) -> int:
+    """The sum of ``tokens * price`` that an amount >= 0 of currency units is; what is smaller is cut off."""
+    _, digits, exponent = amount.as_tuple()
+    assert isinstance(exponent, int)
+    number = int("".join(map(str, digits)))
+    return number * 10 ** (_PICO + exponent) if _PICO + exponent >= 0 else number // 10 ** -(_PICO + exponent)
 
 
 def _row(path: Path, name: str, row: Mapping[str, Any]) -> dict[str, int]:

@@ -22,6 +22,7 @@ from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
 from .checkpoints import Checkpoints
 from .frozen import FrozenPool
+from .prices import Quote
 from .session import Operation, Session
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class Recovery:
             .limit(1)
         )
         columns = (operations.c.id, operations.c.seq, operations.c.kind, operations.c.state, operations.c.tokens)
-        query = sa.select(*columns, operations.c.error).where(operations.c.session_id == session.id)
+        query = sa.select(*columns, operations.c.error, operations.c.quote).where(operations.c.session_id == session.id)
         if ended_before is not None:
             query = query.where(operations.c.seq < ended_before)
 
@@ -147,6 +148,7 @@ class Recovery:
                 tokens=row.tokens,
                 replay=row.state == "done",
                 error=from_wire(row.error or {}) if row.state in ("failed", "cancelled") else None,
+                quote=None if row.quote is None else Quote.of_row(row.quote),
             )
             if row.state == "queued":
                 queued.append(operation)

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import TrainSessionError
 from ..types import LoraConfig, SessionInfo
 from .bodies import Body
+from .prices import Quote
 
 REPLAYED_KINDS = frozenset(
     {"forward_backward", "backward", "skip", "optim_step", "zero_grad", "load_state", "snapshot"}
@@ -39,6 +40,8 @@ class Operation:
     started: bool = False
     losses: int = 0
     """Times that the engine's process ended while it ran this."""
+    quote: Quote | None = None
+    """What it costs; None where it cannot cost anything."""
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from ..limits import LIMITS, Limits
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
 from ..types import LoraConfig, SaveWeightsResponse, SessionInfo
+from . import budgets
 from .checkpoints import Checkpoints, Origin
 from .ids import new_id, new_seed
 from .lane import Lane
@@ -219,7 +220,9 @@ class Sessions:
                 next_seq += 1
             # They never ran and cannot: a number before them was never sent. The new client uses it anew.
             stranded = sa.delete(operations).where(of_session, operations.c.seq > next_seq)
-            withdrawn = connection.execute(stranded.returning(operations.c.id, operations.c.seq)).all()
+            columns = (operations.c.id, operations.c.seq, operations.c.quote)
+            withdrawn = connection.execute(stranded.returning(*columns)).all()
+            budgets.release(connection, [(project, row.quote) for row in withdrawn])
             return next_seq, list(withdrawn), list(connection.execute(unfetched).scalars())
 
         next_seq, withdrawn, ids = await self._store.write(write)
@@ -243,7 +246,8 @@ class Sessions:
         def write(connection: sa.Connection) -> list[str]:
             connection.execute(query)
             end = {"state": "cancelled", "error": cancelled, "finished_at": time.time()}
-            connection.execute(sa.update(operations).where(queued).values(**end))
+            ended = sa.update(operations).where(queued).values(**end).returning(operations.c.quote)
+            budgets.release(connection, [(project, quote) for quote in connection.execute(ended).scalars().all()])
             blobs = list(connection.execute(sa.select(internal_snapshots.c.blob).where(snapshots)).scalars())
             with_blob = sa.select(operations.c.body_blob).where(bodies, operations.c.body_blob.is_not(None))
             blobs += list(connection.execute(with_blob).scalars())

@@ -14,12 +14,15 @@ from .results import (
     StopReason,
     Usage,
 )
-from .usage import USAGE_GROUPS, UsageGroup, UsageReport, UsageRow
+from .usage import BUDGET_PERIODS, USAGE_GROUPS, Budget, BudgetPeriod, UsageGroup, UsageReport, UsageRow
 
 __all__ = [
+    "BUDGET_PERIODS",
     "USAGE_GROUPS",
     "AdamParams",
     "BaseModel",
+    "Budget",
+    "BudgetPeriod",
     "Checkpoint",
     "Datum",
     "EncodedTextChunk",

@@ -45,7 +45,8 @@ def usage_html(report: UsageReport) -> str:
         f"wall {report.wall_seconds:.1f} s, engine busy {report.busy_seconds:.1f} s, "
         f"idle {report.idle_seconds:.1f} s (costs nothing)"
     )
-    return table(("session", *kinds, "cost"), rows) + f"<div>{html.escape(times)}</div>"
+    lines = [times] if report.budget is None else [times, str(report.budget)]
+    return table(("session", *kinds, "cost"), rows) + "".join(f"<div>{html.escape(line)}</div>" for line in lines)
 
 
 def samples_html(response: SampleResponse) -> str:
