@@ -101,7 +101,7 @@ def test_an_openai_client_is_told_once_and_pays_for_nothing(url: str, home: Path
     with ts.ServiceClient(url, key) as own:
         report = own.usage()
         assert report.total.tokens == dict.fromkeys(report.total.tokens, 0)
-        assert ask(prompt=[1, 2]).usage.completion_tokens == 3
+        assert len(ask(prompt=[1, 2]).choices) == 1
         after = own.usage().budget
         assert after is not None
         assert (after.spent, after.reserved) == (11 * TOKEN, 0)

@@ -32,6 +32,7 @@ def spender(home: Path, url: str | None, count: int) -> Iterator[subprocess.Pope
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout is not None
         assert process.stdout.readline() == "open\n"
         yield process
         process.kill()

@@ -32,9 +32,7 @@ def priced(home: Path, table: str = PRICES) -> Path:
     return home
 
 
-async def allow(
-    service: Service, tokens: float | str, period: BudgetPeriod = "total", project: str = PROJECT
-) -> Budget:
+async def allow(service: Service, tokens: int, period: BudgetPeriod = "total", project: str = PROJECT) -> Budget:
     """A budget of so many tokens of prefill."""
     return await Budgets(service.store.database).set(project, tokens * TOKEN, "EUR", period)
 

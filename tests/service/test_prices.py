@@ -33,7 +33,7 @@ def test_a_models_row_stands_on_the_default_row(tmp_path: Path) -> None:
     table = PriceTable.load(path)
     assert table.currency == "EUR"
     assert table.shown({"null", "x"}) == {
-        "null": {"prefill": 1e-6, "prefill_cached": 0.0, "sample": 0.0, "train": 1000.0},
+        "null": {"prefill": 1e-6, "prefill_cached": 1e-6, "sample": 0.0, "train": 1000.0},
         "x": {"prefill": 0.0, "prefill_cached": 0.0, "sample": 0.0, "train": 2.0},
     }
     quote = table.quote("null", {"train": 5, "prefill": 2})
@@ -47,6 +47,16 @@ def test_a_models_row_stands_on_the_default_row(tmp_path: Path) -> None:
 def test_money_is_exact_both_ways(pico: int) -> None:
     assert whole(exact(pico)) == pico
     assert Fraction(exact(pico)) == Fraction(pico, 10**12)
+
+
+def test_a_known_prefix_costs_what_a_new_one_does_where_nothing_is_said_and_never_more(tmp_path: Path) -> None:
+    path = tmp_path / "prices.toml"
+    path.write_text("[default]\nprefill = 4\nprefill_cached = 1\n[models.a]\nprefill = 3\n[models.b]\ntrain = 5\n")
+    shown = PriceTable.load(path).shown({"a", "b"})
+    assert [shown[model]["prefill_cached"] for model in "ab"] == [3.0, 1.0]
+    path.write_text("[default]\nprefill = 4\nprefill_cached = 5\n")
+    with pytest.raises(InvalidRequest, match=r"\[default\]: prefill_cached costs more"):
+        PriceTable.load(path)
 
 
 @pytest.mark.parametrize("row", ["trian = 1", "train = -1", 'train = "1"', "train = true", "train = inf"])

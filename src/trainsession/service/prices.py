@@ -37,12 +37,14 @@ class Quote:
     Attributes:
         prices: By kind, as in the `PriceTable`.
         most: The greatest cost that it can have, as whole ``tokens * price``: what a budget reserves.
+        cached: Tokens of a sample's prompt that were known (`trainsession.service.prefixes`).
         max_tokens: What ``most`` holds for a sample that names no ``max_tokens``.
     """
 
     currency: str
     prices: Mapping[str, int]
     most: int = 0
+    cached: int = 0
     max_tokens: int | None = None
 
     @classmethod
@@ -74,13 +76,14 @@ class PriceTable:
         """Read a TOML table: ``currency``, ``[default]``, ``[models."<name>"]``.
 
         Raises:
-            InvalidRequest: a key that is not a kind, or a price that is not a number >= 0.
+            InvalidRequest: a key that is not a kind, a price that is not a number >= 0, or a known prefix
+                that costs more than a new one.
         """
         with path.open("rb") as file:
             table = tomllib.load(file, parse_float=Decimal)
-        default = dict.fromkeys(KINDS, 0) | _row(path, "default", table.get("default", {}))
+        default = _row(path, "default", table.get("default", {}), dict.fromkeys(KINDS, 0))
         models = {
-            name: default | _row(path, f'models."{name}"', row) for name, row in dict(table.get("models", {})).items()
+            name: _row(path, f'models."{name}"', row, default) for name, row in dict(table.get("models", {})).items()
         }
         return cls(str(table.get("currency", "USD")), default, models)
 
@@ -93,16 +96,18 @@ class PriceTable:
     def price(self, base_model: str, kind: str) -> int:
         return self.models.get(base_model, self.default)[kind]
 
-    def quote(self, base_model: str, at_most: Mapping[str, int], max_tokens: int | None = None) -> Quote:
+    def quote(
+        self, base_model: str, at_most: Mapping[str, int], *, cached: int = 0, max_tokens: int | None = None
+    ) -> Quote:
         """Today's prices for an operation.
 
         Args:
             at_most: The most tokens of each kind that it can have.
-            max_tokens: See `Quote`.
+            cached, max_tokens: See `Quote`.
         """
         prices = self.models.get(base_model, self.default)
         most = sum(count * prices[kind] for kind, count in at_most.items())
-        return Quote(currency=self.currency, prices=prices, most=most, max_tokens=max_tokens)
+        return Quote(currency=self.currency, prices=prices, most=most, cached=cached, max_tokens=max_tokens)
 
     def shown(self, base_models: set[str]) -> dict[str, dict[str, float]]:
         """Per million tokens in the currency, of these models."""
@@ -127,12 +132,17 @@ def whole(amount: Decimal) -> int:
     return number * 10 ** (_PICO + exponent) if _PICO + exponent >= 0 else number // 10 ** -(_PICO + exponent)
 
 
-def _row(path: Path, name: str, row: Mapping[str, Any]) -> dict[str, int]:
-    prices: dict[str, int] = {}
+def _row(path: Path, name: str, row: Mapping[str, Any], default: Mapping[str, int]) -> dict[str, int]:
+    """Where a row has a price for ``prefill`` only, ``prefill_cached`` costs the same."""
+    prices = dict(default)
     for kind, value in row.items():
         if kind not in KINDS:
             raise InvalidRequest(f"{path.name} [{name}]: unknown kind {kind!r}; known are {', '.join(KINDS)}")
         if isinstance(value, bool) or not isinstance(value, int | Decimal) or not 0 <= value < 10**9:
             raise InvalidRequest(f"{path.name} [{name}] {kind}: expected a price >= 0, got {value!r}")
         prices[kind] = int((Decimal(value) * MICRO).to_integral_value())
+    if "prefill" in row and "prefill_cached" not in row:
+        prices["prefill_cached"] = prices["prefill"]
+    if prices["prefill_cached"] > prices["prefill"]:
+        raise InvalidRequest(f"{path.name} [{name}]: prefill_cached costs more than prefill")
     return prices

@@ -28,6 +28,8 @@ class SampleRun:
     request: SampleRequest
     lane: Lane
     quote: Quote
+    new_blocks: list[bytes] = field(default_factory=list)
+    """Of its prompt; see `Prefixes.take`."""
     frames: list[dict[str, Any]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False

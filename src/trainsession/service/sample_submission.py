@@ -12,16 +12,20 @@ from ..engine.api import EngineInfo
 from ..errors import LimitExceeded, RateLimited, TrainSessionError
 from ..limits import LIMITS
 from ..store.schema import operations
-from ..store.store import Store
+from ..store.store import Store, Stored
 from .ids import new_id
 from .keys import SamplesOf
 from .log import SAMPLE, OperationLog
+from .prefixes import Prefixes, chain
 from .prices import PriceTable, Quote
 from .projects import Projects
 from .quotas import Quotas
 from .requests import SampleRequest
 from .sample_run import SampleRun, fit, pack_sample, paid_by, with_seed
 from .weights import WeightsResolver, WeightsSource
+
+_MANY_TOKENS = 65_536
+"""Of prompts, from which on their digests are made in a thread beside the event loop."""
 
 
 class SampleSubmission:
@@ -40,6 +44,7 @@ class SampleSubmission:
         self._projects = projects
         self._quotas = quotas
         self._prices = prices
+        self._prefixes = Prefixes()
 
     async def submit(
         self,
@@ -101,48 +106,82 @@ class SampleSubmission:
         # The caller's own seed is part of what a retry must repeat; one that we draw is not.
         bodies = [pack_sample(request, weights) for request in requests]
         seeded = [with_seed(request) for request in requests]
-        quotes = [self._quote(source, request, info) for request in seeded]
-        rows: list[dict[str, Any]] = []
-        for index, (request, body) in enumerate(zip(seeded, bodies, strict=True)):
-            stored = await self._store.keep("body", body)
-            rows.append(
-                {
-                    "id": new_id("op"),
-                    "project": project,
-                    "session_id": request.session_id or source.session_id,
-                    "seq": None,
-                    "kind": SAMPLE,
-                    "scope": SAMPLE,
-                    "idempotency_key": f"{key}/{index}" if key else None,
-                    "weights": {**source.to_row(), "seed": request.params.seed},
-                    "state": "queued",
-                    "tokens": int(request.prompt.size),
-                    "quote": quotes[index].to_row(),
-                    "created_at": time.time(),
-                    **stored.columns("body"),
-                }
-            )
-        await self._resolver.check_payers(project, {row["session_id"] for row in rows if row["session_id"]})
-        refused: set[str] = set()
-        if rows:
-            logged = await self._log.accept_samples(rows, quotes, whole)
-            if logged.earlier is not None:
-                return [], logged.earlier
-            refused = logged.refused
-        runs = [
-            SampleRun(row["id"], project, row["session_id"] or "", request, source.lane, quote)
-            for row, request, quote in zip(rows, seeded, quotes, strict=True)
-            if row["id"] not in refused
-        ]
-        return runs, [row["id"] for row in rows]
+        payers = [request.session_id or source.session_id for request in seeded]
+        await self._resolver.check_payers(project, {payer for payer in payers if payer})
+        stored = [await self._store.keep("body", body) for body in bodies]
+        digests = await self._digests(project, source, seeded)
+        # From here to the commit in one go: what a prompt finds known is a matter of the order of the calls.
+        runs: list[SampleRun] = []
+        for request, payer, of in zip(seeded, payers, digests, strict=True):
+            cached, new = self._prefixes.take(project, of, int(request.prompt.size))
+            if request.prompt_logprobs or request.topk_prompt_logprobs:
+                cached = 0  # every position is wanted, so every position is computed
+            quote = self._quote(source, request, info, cached)
+            runs.append(SampleRun(new_id("op"), project, payer or "", request, source.lane, quote, new))
+        accepted: set[str] = set()
+        try:
+            accepted, ids = await self._log_samples(source, runs, stored, key, whole)
+        finally:
+            for run in runs:
+                if run.id not in accepted:
+                    self.withdraw(run)
+        return [run for run in runs if run.id in accepted], ids
 
-    def _quote(self, source: WeightsSource, request: SampleRequest, info: EngineInfo | None) -> Quote:
+    def withdraw(self, run: SampleRun) -> None:
+        """It ends without being charged, so others must not have its prompt cheaper."""
+        self._prefixes.withdraw(run.project, run.new_blocks)
+
+    async def _digests(
+        self, project: str, source: WeightsSource, requests: Sequence[SampleRequest]
+    ) -> list[list[bytes]]:
+        weights = f"{source.lane.base_model}\0{source.weights.key or ''}"
+
+        def make() -> list[list[bytes]]:
+            return [chain(project, weights, request.prompt) for request in requests]
+
+        many = sum(request.prompt.size for request in requests) > _MANY_TOKENS
+        return await self._store.in_thread(make) if many else make()
+
+    async def _log_samples(
+        self, source: WeightsSource, runs: Sequence[SampleRun], stored: Sequence[Stored], key: str, whole: bool
+    ) -> tuple[set[str], list[str]]:
+        """(those that are to be started, all ids); nothing is to be started for a retry."""
+        now = time.time()
+        rows = [
+            {
+                "id": run.id,
+                "project": run.project,
+                "session_id": run.payer or None,
+                "seq": None,
+                "kind": SAMPLE,
+                "scope": SAMPLE,
+                "idempotency_key": f"{key}/{index}" if key else None,
+                "weights": {**source.to_row(), "seed": run.request.params.seed},
+                "state": "queued",
+                "tokens": int(run.request.prompt.size),
+                "quote": run.quote.to_row(),
+                "created_at": now,
+                **body.columns("body"),
+            }
+            for index, (run, body) in enumerate(zip(runs, stored, strict=True))
+        ]
+        ids = [run.id for run in runs]
+        if not rows:
+            return set(), ids
+        logged = await self._log.accept_samples(rows, [run.quote for run in runs], whole)
+        if logged.earlier is not None:
+            return set(), logged.earlier
+        return set(ids) - logged.refused, ids
+
+    def _quote(self, source: WeightsSource, request: SampleRequest, info: EngineInfo | None, cached: int) -> Quote:
+        """What it can cost at most: of each of its samples ``max_tokens``."""
+        size = int(request.prompt.size)
         most = request.params.max_tokens
         if most is None:
             # Without an engine nobody knows the context yet: all that a request can ask for.
             most = LIMITS.max_sampled_tokens // max(request.num_samples, 1)
             if info is not None:
-                most = min(most, max(info.context_length - int(request.prompt.size), 1))
-        at_most = {"prefill": int(request.prompt.size), "sample": request.num_samples * most}
+                most = min(most, max(info.context_length - size, 1))
+        at_most = {"prefill": size - cached, "prefill_cached": cached, "sample": request.num_samples * most}
         bound = most if request.params.max_tokens is None else None
-        return self._prices.quote(source.lane.base_model, at_most, bound)
+        return self._prices.quote(source.lane.base_model, at_most, cached=cached, max_tokens=bound)

@@ -187,7 +187,9 @@ class Samples:
     # --- ends --------------------------------------------------------------------------------
 
     async def _finish(self, run: SampleRun, end: SampleEvent) -> None:
-        tokens = {"prefill": int(run.request.prompt.size), "sample": sum(map(len, run.tokens))}
+        cached = run.quote.cached
+        tokens = {"prefill": int(run.request.prompt.size) - cached, "prefill_cached": cached}
+        tokens["sample"] = sum(map(len, run.tokens))
         self._quotas.tokens.spend(run.project, tokens["sample"])
         usage = run.quote.usage(tokens)
         value = wire.samples_to_wire(run.response(end, usage))
@@ -204,6 +206,7 @@ class Samples:
             self._meter.flush()
 
     async def _fail(self, run: SampleRun, error: TrainSessionError) -> None:
+        self._submission.withdraw(run)
         state = "cancelled" if isinstance(error, Cancelled) else "failed"
         if await self._durably(run, Ending(operation_id=run.id, state=state, error=error), None):
             self._end(run, OperationResult(run.id, state, error=error), {"error": error.to_wire()})
