@@ -14,8 +14,9 @@ import sqlalchemy as sa
 from tests.service.driver import PROJECT, Trainer, database_of, datum, run, serving
 from trainsession.errors import Conflict, SequenceConflict
 from trainsession.service.bodies import pack_request
+from trainsession.service.endings import Ending
 from trainsession.service.keys import Keys
-from trainsession.service.log import Accepted, Ending, OperationLog
+from trainsession.service.log import Accepted, OperationLog
 from trainsession.service.prices import Charge, Quote
 from trainsession.service.projects import Projects
 from trainsession.service.requests import OperationRequest

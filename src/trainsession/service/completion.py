@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from .. import wire
 from ..errors import StorageError
 from ..store.store import Store
-from .log import Advance, Ending, OperationLog
+from .endings import Advance, Ending
+from .log import OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
 from .prices import Charge

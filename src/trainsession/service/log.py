@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from ..store.schema import budgets, json_type, operations, sessions
 from ..store.store import Store, Stored
 from .bodies import Body, parse_packed
 from .budgets import HAS_BUDGET, hold, hold_one
+from .endings import Ending
 from .ids import new_id
 from .ledger import settle
-from .prices import Charge, Quote
-from .requests import OperationRequest, OperationResult, OperationState
-from .session import Session
+from .prices import Quote
+from .requests import OperationRequest, OperationResult
+from .session import MISSING, Session
 
 SAMPLE = "sample"
 """Kind and idempotency scope of samples."""
@@ -42,35 +43,6 @@ class AcceptedSamples:
 
     earlier: list[str] | None
     refused: set[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advance:
-    """What `sessions` says of a session behind an operation."""
-
-    step: int
-    progress: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How an operation ended. Everything here commits in one transaction, or not at all."""
-
-    operation_id: str
-    state: OperationState
-    result: Stored | None = None
-    error: TrainSessionError | None = None
-    charges: Sequence[Charge] = ()
-    payer: str = ""
-    """Session id of the ledger rows."""
-    base_model: str = ""
-    currency: str = ""
-    refund: str | None = None
-    """An operation whose ledger rows are taken back, by rows of this one."""
-    advance: Advance | None = None
-    """Where the session stands behind this operation; None for one that the session has yet to pass."""
-    also: Callable[[sa.Connection], None] | None = None
-    """Another row that must exist exactly if this operation is done."""
 
 
 class OperationLog:
@@ -175,7 +147,7 @@ class OperationLog:
 
         def write(connection: sa.Connection) -> None:
             for ending in endings:
-                _finish(connection, ending)
+                end(connection, ending)
 
         await self._store.write(write)
 
@@ -315,7 +287,8 @@ _ADVANCE = Prepared(
 )
 
 
-def _finish(connection: sa.Connection, ending: Ending) -> None:
+def end(connection: sa.Connection, ending: Ending) -> None:
+    """Write how an operation ended, unless it had ended before."""
     now = time.time()
     stored = ending.result
     found = _FINISH.rows(
@@ -330,23 +303,11 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
             "new_blob": None if stored is None else stored.blob,
         },
     )
-    if not found:  # it had ended before: one end each, so nothing is metered twice
+    if not found:  # one end each, so nothing is metered twice
         return
     session_id, seq, project, quote, has_budget = found[0]
     if ending.charges or ending.refund is not None or (quote is not None and has_budget):
-        settle(
-            connection,
-            project=project,
-            payer=ending.payer,
-            operation_id=ending.operation_id,
-            base_model=ending.base_model,
-            currency=ending.currency,
-            charges=ending.charges,
-            refund=ending.refund,
-            quote=quote,
-            has_budget=bool(has_budget),
-            now=now,
-        )
+        settle(connection, ending, project, quote, has_budget=bool(has_budget), now=now)
     if ending.advance is not None:
         # Of two operations whose results are written in the other order, the later one's state stays.
         _ADVANCE.run(
@@ -383,6 +344,8 @@ def _check_same(old: _Logged, request: OperationRequest, sha256: str) -> None:
     by_key = bool(request.idempotency_key) and old.idempotency_key == request.idempotency_key
     what = f"idempotency key {request.idempotency_key!r}" if by_key else f"sequence number {old.seq}"
     details = {"seq": old.seq, "operation_id": old.id}
+    if old.kind == MISSING:
+        raise SequenceConflict(f"{what} came too late: it was given up (gap_timeout of the session)", details=details)
     if old.body_sha256 != sha256:
         raise SequenceConflict(f"{what} was used by a {old.kind} with other parameters", details=details)
     if request.seq is not None and old.seq != request.seq:

@@ -23,9 +23,10 @@ from ..errors import (
 )
 from ..store.schema import operations
 from ..store.store import Store
+from .endings import Ending
 from .keys import SamplesOf
 from .lane import MAX_LOSSES
-from .log import SAMPLE, Ending, OperationLog
+from .log import SAMPLE, OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
 from .prices import Quote

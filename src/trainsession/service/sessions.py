@@ -18,7 +18,7 @@ from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, Sequenc
 from ..limits import LIMITS, Limits
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
-from ..types import LoraConfig, SaveWeightsResponse, SessionInfo
+from ..types import LoraConfig, SaveWeightsResponse, SessionInfo, check_gap_timeout
 from . import budgets
 from .checkpoints import Checkpoints, Origin
 from .ids import new_id, new_seed
@@ -100,6 +100,7 @@ class Sessions:
             "lora": None if lora is None else lora.to_wire(),
             "state": "running",
             "on_failure": request.on_failure,
+            "gap_timeout": request.gap_timeout,
             "name": request.name,
             "tags": list(request.tags),
             "metadata": dict(request.metadata),
@@ -329,6 +330,7 @@ def _session(row: Any) -> Session:
         dtype=row.get("dtype"),
         lora=None if row["lora"] is None else LoraConfig.from_wire(row["lora"]),
         on_failure=row["on_failure"],
+        gap_timeout=row["gap_timeout"],
         state=row["state"],
         epoch=row["epoch"],
         created_at=row["created_at"],
@@ -345,6 +347,7 @@ def _session(row: Any) -> Session:
 
 
 def _check(request: CreateSession) -> None:
+    check_gap_timeout(request.gap_timeout)
     LIMITS.check("max_name_length", len(request.name), "name")
     LIMITS.check("max_tags", len(request.tags), "tags")
     for tag in request.tags:
@@ -370,6 +373,7 @@ def _hash(request: CreateSession) -> str:
         list(request.tags),
         dict(request.metadata),
         request.on_failure,
+        request.gap_timeout,
         request.from_checkpoint,
         request.with_optimizer,
     ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from ..errors import Cancelled, InvalidRequest, RateLimited
 from ..limits import Limits
 from ..store.store import Store
 from .bodies import TRAINING_KINDS, Body, pack_request, parse_body
+from .endings import Ending
 from .lane import Lane
-from .log import Ending, OperationLog, check_epoch
+from .log import OperationLog, check_epoch
 from .outcomes import Outcomes
 from .prices import PriceTable, Quote
 from .projects import Projects
@@ -106,6 +108,7 @@ class Submission:
             checked=lane.info is not None,
             error=refused,
             quote=quote,
+            accepted_at=time.time(),
         )
         if refused is None:
             self._quotas.tokens.spend(session.project, tokens)

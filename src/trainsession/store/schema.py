@@ -87,6 +87,7 @@ sessions = Table(
     Column("lora", _Json),
     Column("state", String, nullable=False),
     Column("on_failure", String, nullable=False),
+    Column("gap_timeout", Float),
     Column("name", String, nullable=False),
     Column("tags", _Json, nullable=False),
     Column("metadata", _Json, nullable=False),

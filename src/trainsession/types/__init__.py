@@ -1,7 +1,7 @@
 """The data model: plain values, no I/O, no torch."""
 
 from .data import Datum, EncodedTextChunk, ModelInput, TensorData
-from .params import AdamParams, LoraConfig, LossName, SamplingParams
+from .params import GAP_TIMEOUT_SECONDS, AdamParams, LoraConfig, LossName, SamplingParams, check_gap_timeout
 from .results import (
     BaseModel,
     Checkpoint,
@@ -18,6 +18,7 @@ from .usage import BUDGET_PERIODS, USAGE_GROUPS, Budget, BudgetPeriod, UsageGrou
 
 __all__ = [
     "BUDGET_PERIODS",
+    "GAP_TIMEOUT_SECONDS",
     "USAGE_GROUPS",
     "AdamParams",
     "BaseModel",
@@ -42,4 +43,5 @@ __all__ = [
     "UsageGroup",
     "UsageReport",
     "UsageRow",
+    "check_gap_timeout",
 ]
