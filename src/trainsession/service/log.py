@@ -198,6 +198,11 @@ class OperationLog:
             return OperationResult(row.id, "failed", error=gone)
         return OperationResult(row.id, "done", wire.unpack(await self._store.load(Stored.of_row(row, "result"))))
 
+    async def mark_cancelled(self, operation_id: str) -> None:
+        """A running sample is to stop; durable when this returns. Of one that has ended nothing changes."""
+        call = {"operation": operation_id, "now": time.time()}
+        await self._store.write(lambda connection: _MARK_CANCELLED.run(connection, call))
+
     def acknowledge(self, project: str, ids: Sequence[str]) -> None:
         """The client has these; a result that is acknowledged is deleted an hour later."""
         if ids:
@@ -219,13 +224,18 @@ class _Logged:
 
 _INSERT = Prepared(
     sa.insert(operations),
-    [column.name for column in operations.c if column.name != "acked_at" and not column.name.startswith("result")],
+    [c.name for c in operations.c if c.name not in ("acked_at", "cancelled_at") and not c.name.startswith("result")],
 )
 _ACKNOWLEDGE = Prepared(
     sa.update(operations)
     .where(operations.c.id == sa.bindparam("operation"), operations.c.project == sa.bindparam("of"))
     .where(operations.c.finished_at.is_not(None), operations.c.acked_at.is_(None))
     .values(acked_at=sa.bindparam("now"))
+)
+_MARK_CANCELLED = Prepared(
+    sa.update(operations)
+    .where(operations.c.id == sa.bindparam("operation"), operations.c.state == sa.literal_column("'queued'"))
+    .values(cancelled_at=sa.bindparam("now"))
 )
 # Both halves of the OR are unique keys: SQLite looks each up. With the session's id alone beside the
 # idempotency key it read the whole session for every operation.

@@ -94,9 +94,15 @@ class Samples:
 
     async def load_unfinished(self) -> None:
         """Run again what an earlier process accepted and did not finish."""
-        columns = (*(operations.c[name] for name in ("id", "project", "session_id", "weights", "quote")),)
+        columns = (
+            *(operations.c[name] for name in ("id", "project", "session_id", "weights", "quote", "cancelled_at")),
+        )
         query = sa.select(*columns).where(operations.c.kind == SAMPLE, operations.c.state == "queued")
         for row in await self._store.read(lambda connection: connection.execute(query).all()):
+            if row.cancelled_at is not None:
+                error = Cancelled("cancelled; what it had drawn was lost when the service ended, and costs nothing")
+                await self._log.finish(Ending(operation_id=row.id, state="cancelled", error=error))
+                continue
             source = self._resolver.from_row(row.project, row.weights)
             request = with_seed(unpack_sample(await self._log.body(row.id)), row.weights["seed"])
             self._quotas.count_samples(row.project, 1)
@@ -242,13 +248,15 @@ class Samples:
         run = self._runs.get(operation_id)
         if run is None or run.project != project:
             return None
-        if run.cancelled:
-            return True
-        run.cancelled = True
-        if run.handle is not None:
-            run.handle.cancel(run.id)  # what it has drawn so far is its result
-        else:
-            await self._fail(run, Cancelled("cancelled before it started"))
+        if not run.cancelled:
+            run.cancelled = True
+            if run.handle is None:
+                await self._fail(run, Cancelled("cancelled before it started"))
+            else:
+                run.handle.cancel(run.id)  # what it has drawn so far is its result
+        if not run.ended:
+            # Until that is durable, too: after a crash nobody would know of the cancel, and draw it whole.
+            await self._log.mark_cancelled(run.id)
         return True
 
     async def stream(self, project: str, operation_id: str, after: int) -> AsyncIterator[dict[str, Any]]:

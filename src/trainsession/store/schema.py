@@ -151,6 +151,7 @@ operations = Table(
     Column("body", LargeBinary),
     Column("body_blob", String),
     Column("created_at", Float, nullable=False),
+    Column("cancelled_at", Float),
     Column("finished_at", Float),
     Column("acked_at", Float),
     Column("error", _Json),
@@ -164,7 +165,7 @@ operations = Table(
 )
 """Training operations have a ``seq``; samples have ``weights`` instead. ``scope`` is where an
 idempotency key is unique: the session's id, or ``samples``. ``quote``: `trainsession.service.prices.Quote`
-of what can cost something."""
+of what can cost something. ``cancelled_at``: of a sample that is to stop; a process that finds it unfinished draws nothing."""
 
 ledger = Table(
     "ledger",

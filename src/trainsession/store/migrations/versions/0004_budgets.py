@@ -1,4 +1,4 @@
-"""Budgets of projects; operations keep what they were quoted; sessions wait so long for a missing number."""
+"""Budgets of projects; operations keep what they were quoted and when they were cancelled; sessions wait so long for a missing number."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _JSON = sa.JSON().with_variant(sa.Text(), "postgresql")
 
 def upgrade() -> None:
     op.add_column("operations", sa.Column("quote", _JSON, nullable=True))
+    op.add_column("operations", sa.Column("cancelled_at", sa.Float(), nullable=True))
     # Sessions that are there wait for ever, as they did.
     op.add_column("sessions", sa.Column("gap_timeout", sa.Float(), nullable=True))
     op.create_table(
