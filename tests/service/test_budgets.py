@@ -97,6 +97,9 @@ def test_a_request_that_wants_all_or_nothing_gets_nothing_where_one_does_not_fit
             assert await left(service) == (0, 0)
             count = sa.select(sa.func.count()).select_from(operations)
             assert await service.store.read(lambda connection: connection.execute(count).scalar()) == 0
+            # The ledger was summed once, for the new budget, and not for each refusal.
+            since = sa.select(budgets.c.since)
+            assert await service.store.read(lambda connection: connection.execute(since).scalar()) == 0
 
     run(test())
 

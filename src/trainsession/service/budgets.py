@@ -192,11 +192,11 @@ def hold_one(connection: sa.Connection, project: str, quote: Quote, now: float) 
 
 def hold(
     connection: sa.Connection, rows: Sequence[Mapping[str, Any]], quotes: Sequence[Quote], whole: bool
-) -> tuple[list[dict[str, Any]], set[str]]:
-    """Reserve what samples of one project can cost, in their order: the rows to log, and the ids of those refused.
+) -> tuple[list[dict[str, Any]], set[str]] | BudgetExceeded:
+    """Reserve what samples of one project can cost, in their order.
 
-    Raises:
-        BudgetExceeded: none fits, or not all of a ``whole``.
+    Returns:
+        The rows to log, and the ids of those refused; or why all are, where none fits or not all of a ``whole``.
     """
     now = time.time()
     fund = Fund.of(connection, rows[0]["project"], now)
@@ -208,7 +208,7 @@ def hold(
             continue
         refusal = BudgetExceeded(f"request {index}: {refusal.message}", details={"request": index, **refusal.details})
         if whole or len(rows) == 1 or (index == len(rows) - 1 and len(refused) == index):
-            raise refusal
+            return refusal
         refused.add(row["id"])
         row.update(state="failed", quote=None, finished_at=now, error=refusal.to_wire())
     if fund is not None:

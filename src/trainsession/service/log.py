@@ -10,7 +10,15 @@ from typing import Any
 import sqlalchemy as sa
 
 from .. import wire
-from ..errors import NotFound, SequenceConflict, SessionClosed, SessionFenced, TrainSessionError, from_wire
+from ..errors import (
+    BudgetExceeded,
+    NotFound,
+    SequenceConflict,
+    SessionClosed,
+    SessionFenced,
+    TrainSessionError,
+    from_wire,
+)
 from ..store.database import Prepared
 from ..store.schema import budgets, json_type, operations, sessions
 from ..store.store import Store, Stored
@@ -120,7 +128,7 @@ class OperationLog:
             BudgetExceeded: none fits, or not all of a ``whole``; nothing was logged.
         """
 
-        def write(connection: sa.Connection) -> AcceptedSamples:
+        def write(connection: sa.Connection) -> AcceptedSamples | BudgetExceeded:
             keys = [row["idempotency_key"] for row in rows if row["idempotency_key"]]
             if keys:
                 old = connection.execute(
@@ -130,11 +138,17 @@ class OperationLog:
                 ).all()
                 if old:
                     return AcceptedSamples(_same_samples(rows, {row.idempotency_key: row for row in old}), set())
-            logged, refused = hold(connection, rows, quotes, whole)
+            held = hold(connection, rows, quotes, whole)
+            if isinstance(held, BudgetExceeded):
+                return held
+            logged, refused = held
             connection.execute(sa.insert(operations), logged)
             return AcceptedSamples(None, refused)
 
-        return await self._store.write(write)
+        accepted = await self._store.write(write)
+        if isinstance(accepted, BudgetExceeded):
+            raise accepted
+        return accepted
 
     async def knows(self, session: Session, request: OperationRequest) -> bool:
         """Whether the number or the key stands for an operation already."""

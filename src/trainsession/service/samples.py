@@ -94,10 +94,9 @@ class Samples:
 
     async def load_unfinished(self) -> None:
         """Run again what an earlier process accepted and did not finish."""
-        columns = (
-            *(operations.c[name] for name in ("id", "project", "session_id", "weights", "quote", "cancelled_at")),
-        )
-        query = sa.select(*columns).where(operations.c.kind == SAMPLE, operations.c.state == "queued")
+        names = ("id", "project", "session_id", "weights", "quote", "cancelled_at")
+        query = sa.select(*(operations.c[name] for name in names))
+        query = query.where(operations.c.kind == SAMPLE, operations.c.state == "queued")
         for row in await self._store.read(lambda connection: connection.execute(query).all()):
             if row.cancelled_at is not None:
                 error = Cancelled("cancelled; what it had drawn was lost when the service ended, and costs nothing")

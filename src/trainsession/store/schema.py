@@ -165,7 +165,8 @@ operations = Table(
 )
 """Training operations have a ``seq``; samples have ``weights`` instead. ``scope`` is where an
 idempotency key is unique: the session's id, or ``samples``. ``quote``: `trainsession.service.prices.Quote`
-of what can cost something. ``cancelled_at``: of a sample that is to stop; a process that finds it unfinished draws nothing."""
+of what can cost something. ``cancelled_at``: of a sample that is to stop; a process that finds it unfinished
+draws nothing."""
 
 ledger = Table(
     "ledger",

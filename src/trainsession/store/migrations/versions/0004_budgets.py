@@ -1,4 +1,4 @@
-"""Budgets of projects; operations keep what they were quoted and when they were cancelled; sessions wait so long for a missing number."""
+"""Budgets of projects; quotes and cancels of operations; how long sessions wait for a missing number."""
 
 from __future__ import annotations
 
