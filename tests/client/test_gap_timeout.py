@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,8 @@ def test_it_waits_ten_minutes_where_nothing_is_said_and_for_ever_where_that_is(
     monkeypatch.delenv("TRAINSESSION_API_KEY", raising=False)
     key = make_key(tmp_path)
     with keyed(tmp_path) as url, ts.ServiceClient(url, key) as service, client(url, key) as raw:
-        for options, seconds in (({}, 600), ({"gap_timeout": None}, None), ({"gap_timeout": 5}, 5)):
+        expected: list[tuple[dict[str, Any], int | None]] = [({}, 600), ({"gap_timeout": None}, None)]
+        for options, seconds in [*expected, ({"gap_timeout": 5}, 5)]:
             trainer = service.create_lora_training_client(MODEL, rank=1, **options)
             body = {"kind": "zero_grad", "seq": 2, "epoch": 1, "params": {}}
             headers = {"Content-Type": MEDIA_TYPE}
