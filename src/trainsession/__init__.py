@@ -62,6 +62,7 @@ from .limits import LIMITS, Limits
 from .types import (
     AdamParams,
     BaseModel,
+    Budget,
     Checkpoint,
     Datum,
     EncodedTextChunk,
@@ -90,6 +91,7 @@ __all__ = [
     "AdamParams",
     "AuthenticationFailed",
     "BaseModel",
+    "Budget",
     "BudgetExceeded",
     "Cancelled",
     "Checkpoint",

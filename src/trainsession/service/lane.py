@@ -17,20 +17,22 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..engine.api import EngineHandle, EngineHost, EngineInfo
-from ..errors import DatabaseUnavailable, EngineError, EngineLost, OperationSkipped, StorageError, TrainSessionError
+from ..errors import DatabaseUnavailable, EngineError, EngineLost, StorageError, TrainSessionError
 from ..store.schema import sessions
 from ..store.store import Store
 from .bodies import Body, parse_packed
 from .checkpoints import Checkpoints
 from .completion import Completion
+from .endings import Advance
 from .frozen import FrozenPool
-from .log import Advance, OperationLog
+from .gaps import Gaps
+from .log import OperationLog
 from .metering import Meter
 from .outcomes import Outcomes
 from .recovery import Recovery
 from .runner import Outcome, Runner, as_ours, is_pass, ready_of
 from .scheduler import Scheduler
-from .session import REPLAYED_KINDS, WINDOW_KINDS, Operation, Session
+from .session import REPLAYED_KINDS, Operation, Session
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class Lane:
         self._scratch = scratch
         self._on_loss = on_loss
         self._recovery = Recovery(store, checkpoints)
+        self._gaps = Gaps(store, outcomes)
         self._scheduler = Scheduler()
         self._sessions: dict[str, Session] = {}
         self._handle: EngineHandle | None = None
@@ -171,14 +174,23 @@ class Lane:
             await self._rewind_lost()
             if self._closing:
                 return
+            await self._gaps.give_up(list(self._sessions.values()))
             for session in list(self._sessions.values()):
                 self._pass_ended(session)
             picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := ready_of(s))])
             if not picked:
-                await self._wake.wait()
+                await self._woken()
                 continue
             async with self._turn:
                 await self._execute([self._sessions[item.session] for item in picked if item.session in self._sessions])
+
+    async def _woken(self) -> None:
+        """Wait until something became ready, or a missing number is to be given up."""
+        deadlines = [until for session in self._sessions.values() if (until := session.gap_until) is not None]
+        seconds = max(min(deadlines) - time.time(), self._settings.retry_seconds) if deadlines else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
 
     def _notice_loss(self) -> None:
         """If the engine is gone: so is what it held, and the sessions must start from their snapshots."""
@@ -208,7 +220,7 @@ class Lane:
         passed = 0
         while (operation := session.head) is not None:
             if operation.error is not None:
-                session.incomplete |= operation.kind in WINDOW_KINDS
+                session.lacks(operation)
             elif not (operation.replay and operation.kind not in REPLAYED_KINDS):
                 break
             session.passed(operation)
@@ -320,8 +332,8 @@ class Lane:
             return
         skipped: list[Operation] = []
         if outcome.error is not None:
-            session.incomplete |= operation.kind in WINDOW_KINDS
-            skipped = self._skip_rest(session, operation)
+            session.lacks(operation)
+            skipped = session.skip_behind(operation)
         elif operation.kind == "optim_step":
             session.step = int(outcome.value["metrics"].get("step", session.step + 1))
             if operation.body is not None and operation.body.progress is not None:
@@ -336,17 +348,6 @@ class Lane:
             self._wake.set()
 
         task.add_done_callback(done)
-
-    def _skip_rest(self, session: Session, failed: Operation) -> list[Operation]:
-        if session.on_failure != "skip":
-            return []
-        skipped = [operation for operation in session.pending.values() if operation.error is None]
-        for operation in skipped:
-            operation.error = OperationSkipped(
-                f"skipped: operation {failed.seq} ({failed.kind}) of this session failed before it",
-                details={"failed_seq": failed.seq, "failed_operation": failed.id},
-            )
-        return skipped
 
     # --- snapshots ---------------------------------------------------------------------------
 

@@ -13,25 +13,27 @@ from typing import Any, Self
 
 from ..engine import checkpoint as formats
 from ..engine.api import EngineHandle, EngineHost
-from ..errors import Cancelled, ServiceUnavailable
+from ..errors import ServiceUnavailable
 from ..limits import Limits
 from ..store.store import Store
 from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, UsageReport
 from . import metrics_log
 from .base_samplers import BaseSamplers
 from .bodies import check_name
+from .budgets import Budgets
 from .checkpoints import Checkpoints
 from .janitor import Janitor
 from .keys import Keys, SamplesOf
 from .lane import Lane
-from .log import SAMPLE, Ending, OperationLog
+from .log import SAMPLE, OperationLog
 from .metering import Meter
 from .outcomes import Outcomes, unknown_operation
-from .prices import EXAMPLE_PRICES, PriceTable
+from .prices import PriceTable
 from .projects import Projects
 from .quotas import Quotas
 from .readiness import Readiness
 from .requests import Attached, CreateSession, OperationRequest, OperationResult, Results, SampleRequest
+from .sample_submission import SampleSubmission
 from .samples import Samples
 from .session import Session
 from .sessions import Sessions, unknown_session
@@ -67,11 +69,12 @@ class Service:
         self._sessions = Sessions(store, host, self._checkpoints, self._outcomes, self.projects, self._lane_of)
         self._base_samplers = BaseSamplers(self._sessions, host)
         resolver = WeightsResolver(store, host, self._checkpoints, self._sessions, self._outcomes, self._lane_of)
+        sample_submission = SampleSubmission(store, self._log, resolver, self.projects, quotas, prices)
         self._samples = Samples(
-            store, self._log, self._outcomes, self._meter, resolver, self.projects, quotas, settings
+            store, self._log, self._outcomes, self._meter, resolver, sample_submission, quotas, settings
         )
         self._submission = Submission(
-            store, self._log, self._outcomes, self._sessions, self.projects, quotas, self._lane_of
+            store, self._log, self._outcomes, self._sessions, self.projects, quotas, prices, self._lane_of
         )
         self._janitor = Janitor(store, self._checkpoints, self._sessions, self._lane_of, self._retire, settings)
         self._janitor_task: asyncio.Task[None] | None = None
@@ -102,11 +105,11 @@ class Service:
                 written by an older one.
             InvalidRequest: ``database`` is no such URL.
         """
-        own = home / "prices.toml"
-        table = PriceTable.load(prices or (own if own.exists() else EXAMPLE_PRICES))
+        table = PriceTable.load(prices) if prices is not None else PriceTable.of_home(home)
         store = await asyncio.to_thread(Store, home, database)
         service = cls(home, store, host, table, settings or Settings())
         try:
+            await Budgets(store.database).recount()
             await service._sessions.load_unfinished()
             await service._samples.load_unfinished()
         except BaseException:
@@ -187,7 +190,7 @@ class Service:
         session = await self._sessions.live(project, session_id)
         for operation in list(session.pending.values()):
             if not operation.replay and operation.error is None:
-                await self._cancel(session, operation.id)
+                await self._submission.cancel(session, operation.id)
         while session.completions:
             await asyncio.wait(list(session.completions.values()))
         return await self._sessions.close(project, session_id)
@@ -215,7 +218,7 @@ class Service:
         """(operation id, sequence number); durable when it returns.
 
         Raises:
-            InvalidRequest: refused and logged as failed; its number is consumed.
+            InvalidRequest, BudgetExceeded: refused and logged as failed; its number is consumed.
             SequenceConflict, SessionFenced, SessionClosed, NotFound, RateLimited, StorageError:
                 nothing was logged and the number is free.
         """
@@ -237,21 +240,10 @@ class Service:
         if sample is not None:
             return sample
         for session in self._sessions.in_memory:
-            if session.project == project and await self._cancel(session, operation_id):
+            if session.project == project and await self._submission.cancel(session, operation_id):
                 return True
         if operation_id not in await self._log.results(project, [operation_id]):
             raise unknown_operation(operation_id)
-        return False
-
-    async def _cancel(self, session: Session, operation_id: str) -> bool:
-        for operation in session.pending.values():
-            if operation.id == operation_id and not operation.started and not operation.replay:
-                if operation.error is None:
-                    operation.error = Cancelled("cancelled before it started")
-                    await self._log.finish(Ending(operation_id=operation_id, state="cancelled", error=operation.error))
-                    self._outcomes.publish(OperationResult(operation_id, "cancelled", error=operation.error))
-                    self._lane_of(session.base_model).wake()
-                return isinstance(operation.error, Cancelled)
         return False
 
     async def submit_samples(
@@ -262,21 +254,27 @@ class Service:
         *,
         idempotency_key: str = "",
         only: SamplesOf | None = None,
+        whole: bool = False,
     ) -> list[str]:
-        """Operation ids, in order; all of them or none is accepted.
+        """Operation ids, in order; all of them are accepted, in one commit, or none is.
+
+        Those that the project's budget does not hold are accepted as failed, the others go on.
 
         Args:
             weights: One of ``{"base_model"}``, ``{"path"}``, ``{"operation_id"}`` (`docs/wire.md`).
             idempotency_key: A retry with the same key returns the first ids and does nothing.
             only: With a session: weights of that session, which also pays.
+            whole: Refuse all where one does not fit the budget.
 
         Raises:
             PermissionDenied: other weights, or another payer, than ``only`` allows.
+            InvalidRequest, NotFound: what the engine could not run.
             LimitExceeded, RateLimited: name the project's limit.
+            BudgetExceeded: none fits, or not all of a ``whole``; nothing was logged.
         """
         self._check_open()
         with self.telemetry.submit_seconds.labels(SAMPLE).time():
-            return await self._samples.submit(project, weights, requests, idempotency_key, only)
+            return await self._samples.submit(project, weights, requests, idempotency_key, only, whole)
 
     async def stream(
         self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
