@@ -25,6 +25,7 @@ from .client import (
 )
 from .errors import (
     AuthenticationFailed,
+    BlobsUnavailable,
     BudgetExceeded,
     Cancelled,
     CheckpointExists,
@@ -54,6 +55,7 @@ from .errors import (
     SessionFenced,
     SnapshotLost,
     StorageError,
+    StorageUnavailable,
     TrainSessionError,
     UnknownModel,
     UnsupportedMediaType,
@@ -90,6 +92,7 @@ __all__ = [
     "AdamParams",
     "AuthenticationFailed",
     "BaseModel",
+    "BlobsUnavailable",
     "BudgetExceeded",
     "Cancelled",
     "Checkpoint",
@@ -139,6 +142,7 @@ __all__ = [
     "SnapshotLost",
     "StopReason",
     "StorageError",
+    "StorageUnavailable",
     "TensorData",
     "Tokenizer",
     "TrainSessionError",

@@ -34,6 +34,14 @@ DatabaseUrl = Annotated[
         envvar="TRAINSESSION_DATABASE_URL",
     ),
 ]
+BlobsUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--blobs",
+        help="Checkpoints and large bodies, as s3://bucket/prefix; default: a directory in the home.",
+        envvar="TRAINSESSION_BLOBS",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

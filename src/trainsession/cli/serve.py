@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..transport.home import default_home
-from .output import DatabaseUrl, Home, errors_as_exit, stderr
+from .output import BlobsUrl, DatabaseUrl, Home, errors_as_exit, stderr
 
 serving = typer.Typer()
 
@@ -24,6 +24,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
     home: Home = None,
     database: DatabaseUrl = None,
+    blobs: BlobsUrl = None,
     log_format: Annotated[
         Literal["json", "text"] | None,
         typer.Option(help="Of the log on stderr; default: text on a terminal, else json."),
@@ -37,7 +38,7 @@ def serve(
 
         trainsession serve --dev
 
-        trainsession serve --database postgresql://trainsession@db-host/trainsession
+        trainsession serve --database postgresql://trainsession@db-host/trainsession --blobs s3://bucket/prefix
     """
     if dev and host not in LOOPBACK:
         raise typer.BadParameter(
@@ -58,4 +59,4 @@ def serve(
 
     with errors_as_exit(), logs.to_stderr(chosen):
         where = (home or default_home()).absolute()
-        foreground.serve(host, port, where, say, with_keys=not dev, database=database)
+        foreground.serve(host, port, where, say, with_keys=not dev, database=database, blobs=blobs)

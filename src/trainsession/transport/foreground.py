@@ -58,6 +58,7 @@ def serve(
     *,
     with_keys: bool,
     database: str | None = None,
+    blobs: str | None = None,
     open_host: OpenHost = engine_processes,
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second signal does not wait for running requests.
@@ -69,6 +70,7 @@ def serve(
             ends one leaves the service and its clients alive.
         with_keys: Every request on the port needs an API key; else none does, and all are of one project.
         database: URL of a PostgreSQL database; default: a file in the home.
+        blobs: ``s3://bucket/prefix``; default: a directory of the home.
 
     Raises:
         ServiceUnavailable: another process serves this home, or the port is taken.
@@ -107,7 +109,14 @@ def serve(
                 say(f"  use it  TRAINSESSION_BASE_URL={url} {key}python your_loop.py")
 
             serving = serve_home(
-                home, run, lambda: engines, on_ready, [listener], with_keys=with_keys, database=database
+                home,
+                run,
+                lambda: engines,
+                on_ready,
+                [listener],
+                with_keys=with_keys,
+                database=database,
+                blobs=blobs,
             )
             asyncio.run(serving)
     finally:

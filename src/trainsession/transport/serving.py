@@ -34,6 +34,7 @@ async def serve_home(
     *,
     with_keys: bool = False,
     database: str | None = None,
+    blobs: str | None = None,
 ) -> None:
     """Serve a home until the server is stopped. The caller holds the home's lock.
 
@@ -47,12 +48,13 @@ async def serve_home(
         listeners: Further listening sockets; closed at the end. Without keys on loopback only.
         with_keys: The further sockets ask for API keys.
         database: URL of a PostgreSQL database; default: a file in the home.
+        blobs: ``s3://bucket/prefix``; default: a directory of the home.
 
     Raises:
         StorageError: the home or its socket cannot be written.
         IncompatibleVersion: a newer version wrote the home's database.
     """
-    service = await Service.open(home, open_host(), database=database)
+    service = await Service.open(home, open_host(), database=database, blobs=blobs)
     try:
         private, location = _listen(run)
         try:
