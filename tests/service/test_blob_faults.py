@@ -96,7 +96,7 @@ def test_one_attempt_that_fails_is_not_noticed(tmp_path: Path, proxy: Proxy, fau
     async def test() -> None:
         async with trained(tmp_path) as (service, trainer):
             for times in (1, 2):
-                proxy.set(fault, times=times, cut_at=20)
+                proxy.set(fault, times=times, cut_at=5)
                 large = trainer.request("forward_backward", params={"loss_fn": "cross_entropy"}, data=batch(LARGE))
                 await value(service, (await service.submit(PROJECT, trainer.id, large))[0])
                 assert proxy.hits == times

@@ -13,7 +13,7 @@ import typer
 
 from ..errors import InvalidRequest
 from ..limits import PROJECT_LIMITS
-from ..transport.home import default_home
+from .config import configured
 from .output import AsJson, DatabaseUrl, Home, errors_as_exit, print_json, print_rows, stderr
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def upgrade_database(home: Home = None, database: DatabaseUrl = None) -> None:
     from ..store.upgrade import prepare
 
     with errors_as_exit():
-        backend = backend_of(parse_address((home or default_home()).absolute(), database))
+        where = configured(home=home, database=database)
+        backend = backend_of(parse_address(where.home.absolute(), where.database))
         before = prepare(backend, upgrade=True)
     change = f"at {SCHEMA_VERSION} already" if before == SCHEMA_VERSION else f"{before or 'empty'} -> {SCHEMA_VERSION}"
     stderr().print(f"schema of {backend.name}: {change}", markup=False, highlight=False)
@@ -199,7 +200,8 @@ def _of_projects(
         from ..service.projects import Projects
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute(), database, create=create) as opening:
+        where = configured(home=home, database=database)
+        async with opened(where.home.absolute(), where.database, create=create) as opening:
             return await work(Projects(opening))
 
     with errors_as_exit():
@@ -217,7 +219,8 @@ def _of_keys(
         from ..service.keys import Keys
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute(), database, create=create) as opening:
+        where = configured(home=home, database=database)
+        async with opened(where.home.absolute(), where.database, create=create) as opening:
             return await work(Keys(opening))
 
     with errors_as_exit():

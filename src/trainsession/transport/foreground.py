@@ -11,6 +11,7 @@ from ..engine.api import EngineHandle
 from ..errors import AuthenticationFailed, ServiceUnavailable
 from ..server.running import Server, bind_tcp
 from ..service.keys import Keys
+from ..service.settings import Settings
 from ..store.database import opened
 from .embedded import OpenHost, engine_processes
 from .home import HomeLock, prepare, published
@@ -59,6 +60,7 @@ def serve(
     with_keys: bool,
     database: str | None = None,
     blobs: str | None = None,
+    settings: Settings | None = None,
     open_host: OpenHost = engine_processes,
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second signal does not wait for running requests.
@@ -71,6 +73,7 @@ def serve(
         with_keys: Every request on the port needs an API key; else none does, and all are of one project.
         database: URL of a PostgreSQL database; default: a file in the home.
         blobs: ``s3://bucket/prefix``; default: a directory of the home.
+        settings: Times and bounds; default: `Settings()`.
 
     Raises:
         ServiceUnavailable: another process serves this home, or the port is taken.
@@ -117,6 +120,7 @@ def serve(
                 with_keys=with_keys,
                 database=database,
                 blobs=blobs,
+                settings=settings,
             )
             asyncio.run(serving)
     finally:
