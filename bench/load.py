@@ -1,10 +1,11 @@
 """Many clients at once against a real `trainsession serve` with a tiny random model.
 
-    python -m bench.load [--database sqlite|postgres|URL] [--clients 50] [--samples 1000] [--submits 64] [--json FILE]
+    python -m bench.load [--database sqlite|postgres|URL] [--clients 50] [--samples 1000] [--submits 64]
 
-Two loads, one after the other: samples of many clients, all at once, and training batches of 3 MB, all at once. Another process
-asks the service meanwhile for its health (what a load balancer or a waiting client does) and for a session's description, twenty
-times a second in turn. Must: nothing fails, and both answer within 250 ms (p95) while the engine is busy.
+Two loads, one after the other: samples of many clients, all at once, and training batches of 3 MB, all at once. Another
+process asks the service meanwhile for its health (what a load balancer or a waiting client does) and for a session's
+description, twenty times a second in turn. Must: nothing fails, and both answer within 250 ms (p95) while the engine
+is busy.
 """
 
 from __future__ import annotations
@@ -177,12 +178,11 @@ def measure(database: str | None, arguments: argparse.Namespace) -> dict[str, An
         with served(Path(directory) / "home", database) as (url, _), ts.ServiceClient(url) as service:
             trainer = service.create_lora_training_client(model, rank=4)
             trainer.forward_backward([batch(0)[0]], "cross_entropy").result(300)  # the engine is loaded
-            found = {
-                "samples": under(
-                    url, trainer.session_id, lambda: samples(url, model, arguments.clients, arguments.samples)
-                ),
-                "submits": under(url, trainer.session_id, lambda: submits(url, model, arguments.submits)),
+            loads: dict[str, Callable[[], list[str]]] = {
+                "samples": lambda: samples(url, model, arguments.clients, arguments.samples),
+                "submits": lambda: submits(url, model, arguments.submits),
             }
+            found = {name: under(url, trainer.session_id, load) for name, load in loads.items()}
             trainer.close()
     return found
 
@@ -207,7 +207,8 @@ def main() -> int:
         "samples": f"{arguments.samples} samples of {arguments.clients} clients",
         "submits": f"{arguments.submits} submits of 3 MB",
     }
-    print(f"{arguments.database}, {os.cpu_count()} cores ({platform.machine()}), load average before {load_before:.1f}")
+    cores = f"{os.cpu_count()} cores ({platform.machine()})"
+    print(f"{arguments.database}, {cores}, load average before {load_before:.1f}, after {os.getloadavg()[0]:.1f}")
     print("| | seconds | failed | health p50 / p95 / p99 ms | describe p50 / p95 / p99 ms |\n|---|---|---|---|---|")
     good = True
     for name, seen in found.items():

@@ -141,13 +141,13 @@ def test_a_service_that_cannot_reach_its_blobs_is_not_ready_and_stays_quick(
     tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "FRESH_SECONDS", 0.0)
-    monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.3)
     monkeypatch.setattr(blobs_s3, "SILENCE_SECONDS", 20.0)
 
     async def test() -> None:
         async with trained(tmp_path) as (service, _):
             assert all((await service.check_ready()).values())
             proxy.set("stall")
+            monkeypatch.setattr(readiness, "CHECK_SECONDS", 0.3)
             for _ in range(12):  # more than there are threads: a check must not leave one behind each time
                 assert not (await service.check_ready())["blobs"]
             started = time.monotonic()
@@ -155,6 +155,7 @@ def test_a_service_that_cannot_reach_its_blobs_is_not_ready_and_stays_quick(
             assert time.monotonic() - started < 5
             assert proxy.hits <= 2
             proxy.set("none")
+            monkeypatch.setattr(readiness, "CHECK_SECONDS", 5.0)
             async with asyncio.timeout(20):
                 while not (await service.check_ready())["blobs"]:
                     await asyncio.sleep(0.1)

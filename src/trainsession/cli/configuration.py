@@ -40,9 +40,7 @@ class ServeConfig(pydantic.BaseModel):
     home: PathOf = Field(default_factory=default_home, description="where sessions and checkpoints live")
     database: str | None = Field(None, description="PostgreSQL URL; unset: a file in the home")
     blobs: str | None = Field(None, description="s3://bucket/prefix; unset: a directory in the home")
-    model_cache: PathOf | None = Field(
-        None, description="converted and local models; unset: `models` of `TRAINSESSION_HOME`"
-    )
+    model_cache: PathOf | None = Field(None, description="local models; unset: `models` of `TRAINSESSION_HOME`")
     log_format: Literal["json", "text"] | None = Field(None, description="unset: text on a terminal, else json")
     service: Settings = Field(default_factory=Settings, description="times (in seconds) and bounds, a table")
 
