@@ -129,15 +129,15 @@ def samples(url: str, model: str, clients: int, count: int) -> list[str]:
         services = [stack.enter_context(ts.ServiceClient(url)) for _ in range(clients)]
 
         def job(number: int, service: ts.ServiceClient) -> None:
-            sampler = service.create_sampling_client(model)
-            params = ts.SamplingParams(max_tokens=32, seed=number, ignore_eos=True)
-            prompts = [
-                [3 + (number * 31 + index * 7 + k) % 300 for k in range(24)] for index in range(count // clients)
-            ]
-            futures = [sampler.sample(prompt, num_samples=1, sampling_params=params) for prompt in prompts]
-            for future in futures:
-                (sequence,) = future.result(600).sequences
-                assert len(sequence.tokens) == 32
+            with service.create_sampling_client(model) as sampler:
+                params = ts.SamplingParams(max_tokens=32, seed=number, ignore_eos=True)
+                prompts = [
+                    [3 + (number * 31 + index * 7 + k) % 300 for k in range(24)] for index in range(count // clients)
+                ]
+                futures = [sampler.sample(prompt, num_samples=1, sampling_params=params) for prompt in prompts]
+                for future in futures:
+                    (sequence,) = future.result(600).sequences
+                    assert len(sequence.tokens) == 32
 
         return together([lambda n=n, s=s: job(n, s) for n, s in enumerate(services)])
 

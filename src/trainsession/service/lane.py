@@ -20,6 +20,7 @@ from ..engine.api import EngineHandle, EngineHost, EngineInfo
 from ..errors import EngineError, EngineLost, OperationSkipped, StorageError, StorageUnavailable, TrainSessionError
 from ..store.schema import sessions
 from ..store.store import Store
+from . import tracing
 from .bodies import Body, parse_packed
 from .checkpoints import Checkpoints
 from .completion import Completion
@@ -253,6 +254,7 @@ class Lane:
             for session in metered:
                 self._meter.leave(handle, session.project, session.id, self.base_model)
         seconds = time.monotonic() - started
+        tracing.engine([operation.id for _, operation, _ in work], self.base_model, seconds)
         for (session, operation, _), outcome in zip(work, outcomes, strict=True):
             if isinstance(outcome.error, StorageUnavailable) and self._wait(operation, outcome.error):
                 await asyncio.sleep(self._settings.retry_seconds)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.api import EngineHandle
 from ..errors import AuthenticationFailed, ServiceUnavailable
 from ..server.running import Server, bind_tcp
+from ..service import tracing
 from ..service.keys import Keys
 from ..service.settings import Settings
 from ..store.database import opened
@@ -122,7 +123,11 @@ def serve(
                 blobs=blobs,
                 settings=settings,
             )
-            asyncio.run(serving)
+            tracing.start()
+            try:
+                asyncio.run(serving)
+            finally:
+                tracing.stop()
     finally:
         lock.release()
     say("stopped; sessions are kept")
