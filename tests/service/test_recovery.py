@@ -14,7 +14,7 @@ from tests.service.driver import PROJECT, Trainer, datum, open_service, prompt, 
 from trainsession.errors import EngineError, IncompleteGradients, InvalidRequest, SnapshotLost
 from trainsession.service.service import Service
 
-pytestmark = pytest.mark.usefixtures("each_database")
+pytestmark = pytest.mark.usefixtures("each_store")
 
 
 async def abandon(service: Service) -> None:

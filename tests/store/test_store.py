@@ -22,9 +22,8 @@ from alembic.migration import MigrationContext
 from sqlalchemy.exc import IntegrityError
 
 from tests.postgres import Databases, PostgresServer
-from trainsession.errors import IncompatibleVersion, ServiceUnavailable, StorageError
+from trainsession.errors import IncompatibleVersion, ServiceUnavailable
 from trainsession.store.backend import Address, Backend, backend_of, parse_address
-from trainsession.store.blobs import LocalBlobs
 from trainsession.store.database import Database, Prepared, opened
 from trainsession.store.schema import SCHEMA_VERSION, meta, metadata, projects
 from trainsession.store.sqlite import SqliteBackend
@@ -235,35 +234,6 @@ def test_a_commit_of_a_server_is_durable_whatever_its_own_default(
 
     assert asyncio.run(test("off")) == ("on", "read committed")
     assert asyncio.run(test("remote_apply")) == ("remote_apply", "read committed")
-
-
-def test_blobs_are_private_checked_and_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blobs = LocalBlobs(tmp_path / "blobs")
-    blob = blobs.put("body", b"some bytes")
-    path = tmp_path / "blobs" / blob.name
-    assert blobs.get(blob.name, blob.sha256) == b"some bytes"
-    assert blobs.path(blob.name, blob.sha256) == path
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE((tmp_path / "blobs").stat().st_mode) == 0o700
-    assert blobs.fsyncs == 2
-    monkeypatch.setattr("trainsession.store.blobs.secrets.token_hex", lambda _: blob.name.removeprefix("body-"))
-    with pytest.raises(StorageError):
-        blobs.put("body", b"other bytes")
-    assert blobs.get(blob.name, blob.sha256) == b"some bytes"
-    path.write_bytes(b"some bytez")
-    with pytest.raises(StorageError, match="corrupt"):
-        blobs.get(blob.name, blob.sha256)
-    blobs.delete(blob.name)
-    with pytest.raises(StorageError):
-        blobs.get(blob.name, blob.sha256)
-
-
-def test_what_a_killed_process_left_aside_is_removed(tmp_path: Path) -> None:
-    root = tmp_path / "blobs"
-    blob = LocalBlobs(root).put("body", b"kept")
-    (root / ".tmp-body-half").write_bytes(b"half")
-    LocalBlobs(root)
-    assert os.listdir(root) == [blob.name]
 
 
 def test_small_bytes_stay_in_their_row_and_large_ones_become_blobs(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from ..errors import InvalidRequest
 from ..limits import PROJECT_LIMITS
-from ..transport.home import default_home
+from .config import configured
 from .output import AsJson, DatabaseUrl, Home, errors_as_exit, print_json, print_rows, stderr
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def upgrade_database(home: Home = None, database: DatabaseUrl = None) -> None:
     from ..store.upgrade import prepare
 
     with errors_as_exit():
-        backend = backend_of(parse_address((home or default_home()).absolute(), database))
+        where = configured(home=home, database=database)
+        backend = backend_of(parse_address(where.home.absolute(), where.database))
         before = prepare(backend, upgrade=True)
     change = f"at {SCHEMA_VERSION} already" if before == SCHEMA_VERSION else f"{before or 'empty'} -> {SCHEMA_VERSION}"
     stderr().print(f"schema of {backend.name}: {change}", markup=False, highlight=False)
@@ -117,7 +118,7 @@ def set_budget(
 
     with errors_as_exit():
         bound = _amount(amount)
-        unit = currency or PriceTable.of_home((home or default_home()).absolute()).currency
+        unit = currency or PriceTable.of_home(configured(home=home, database=database).home.absolute()).currency
     budget = _of_budgets(home, database, lambda of: of.set(project, bound, unit, per))
     if as_json:
         print_json({"project": project, **budget.to_wire()})
@@ -261,7 +262,8 @@ def _of_projects(
         from ..service.projects import Projects
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute(), database, create=create) as opening:
+        where = configured(home=home, database=database)
+        async with opened(where.home.absolute(), where.database, create=create) as opening:
             return await work(Projects(opening))
 
     with errors_as_exit():
@@ -273,7 +275,8 @@ def _of_budgets(home: Path | None, database: str | None, work: Callable[[Budgets
         from ..service.budgets import Budgets
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute(), database, create=False) as opening:
+        where = configured(home=home, database=database)
+        async with opened(where.home.absolute(), where.database, create=False) as opening:
             return await work(Budgets(opening))
 
     with errors_as_exit():
@@ -291,7 +294,8 @@ def _of_keys(
         from ..service.keys import Keys
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute(), database, create=create) as opening:
+        where = configured(home=home, database=database)
+        async with opened(where.home.absolute(), where.database, create=create) as opening:
             return await work(Keys(opening))
 
     with errors_as_exit():

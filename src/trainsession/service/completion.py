@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from .. import wire
-from ..errors import StorageError
+from ..errors import StorageError, StorageUnavailable
 from ..store.store import Store
 from .endings import Advance, Ending
 from .log import OperationLog
@@ -59,9 +59,14 @@ class Completion:
             before = [task for seq, task in session.completions.items() if seq < operation.seq]
             if before:
                 await asyncio.wait(before)
-        if outcome.later is not None:
+        while outcome.later is not None:
             try:
                 outcome = await outcome.later()
+            except StorageUnavailable as error:  # it was accepted, so it waits and is not refused
+                logger.warning("what %s saves cannot be written yet: %s", operation.id, error.message)
+                if self.closing:
+                    return
+                await asyncio.sleep(self._settings.retry_seconds)
             except Exception as error:
                 outcome = Outcome(error=as_ours(error, operation.id))
         endings = [Ending(operation_id=other.id, state="failed", error=other.error) for other in skipped]

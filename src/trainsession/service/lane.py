@@ -17,9 +17,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..engine.api import EngineHandle, EngineHost, EngineInfo
-from ..errors import DatabaseUnavailable, EngineError, EngineLost, StorageError, TrainSessionError
+from ..errors import EngineError, EngineLost, StorageError, StorageUnavailable, TrainSessionError
 from ..store.schema import sessions
 from ..store.store import Store
+from . import tracing
 from .bodies import Body, parse_packed
 from .checkpoints import Checkpoints
 from .completion import Completion
@@ -248,9 +249,8 @@ class Lane:
             operation.started = True
             try:
                 work.append((session, operation, await self._prepare(handle, session, operation)))
-            except DatabaseUnavailable as error:  # it was accepted, so it waits and is not refused
-                logger.warning("operation %s cannot be read yet: %s", operation.id, error.message)
-                operation.started, waiting = False, True
+            except StorageUnavailable as error:
+                waiting = self._wait(operation, error)
             except Exception as error:
                 self._end(session, operation, Outcome(error=as_ours(error, operation.id)), 0.0)
         if not work:
@@ -266,12 +266,22 @@ class Lane:
             for session in metered:
                 self._meter.leave(handle, session.project, session.id, self.base_model)
         seconds = time.monotonic() - started
+        tracing.engine([operation.id for _, operation, _ in work], self.base_model, seconds)
         for (session, operation, _), outcome in zip(work, outcomes, strict=True):
-            self._end(session, operation, outcome, seconds)
+            if isinstance(outcome.error, StorageUnavailable) and self._wait(operation, outcome.error):
+                await asyncio.sleep(self._settings.retry_seconds)
+            else:
+                self._end(session, operation, outcome, seconds)
         for session, operation, _ in work:
             await self._maybe_snapshot(handle, session)
             if operation.kind == "snapshot":
                 await self._shrink(handle)
+
+    def _wait(self, operation: Operation, error: StorageUnavailable) -> bool:
+        """It was accepted, so it waits for what it needs and is not refused."""
+        logger.warning("operation %s cannot be run yet: %s", operation.id, error.message)
+        operation.started = False
+        return True
 
     def _end(self, session: Session, operation: Operation, outcome: Outcome, seconds: float) -> None:
         """Settle an operation, or leave it to run again because the engine ended under it."""

@@ -127,7 +127,7 @@ class Samples:
             handle, releases = await self._resolver.prepare(source, len(runs))
         except Exception as error:
             for run in runs:
-                if not self._closing:
+                if not self._closing and not run.cancelled:
                     self._ended_with(run, source, as_ours(error, run.id))
             return
         for run, unpin in zip(runs, releases, strict=True):

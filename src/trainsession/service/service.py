@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from ..engine import checkpoint as formats
 from ..engine.api import EngineHandle, EngineHost
@@ -51,11 +51,10 @@ class Service:
     project: an id of another project raises `NotFound`, exactly as an unknown one does.
     """
 
-    def __init__(self, home: Path, store: Store, host: EngineHost, prices: PriceTable, settings: Settings) -> None:
+    def __init__(self, store: Store, host: EngineHost, prices: PriceTable, settings: Settings) -> None:
         self.store = store
         self._host = host
         self._settings = settings
-        self._scratch = home / "tmp"
         self._lanes: dict[str, Lane] = {}
         self._log = OperationLog(store)
         self.telemetry = Telemetry(store)
@@ -87,6 +86,7 @@ class Service:
         host: EngineHost,
         *,
         database: str | None = None,
+        blobs: str | None = None,
         prices: Path | None = None,
         settings: Settings | None = None,
     ) -> Self:
@@ -96,19 +96,21 @@ class Service:
             home: Directory of the database and blobs; made if missing (0700).
             host: Where engines come from; the service closes it.
             database: URL of a PostgreSQL database; default: a file in the home.
+            blobs: ``s3://bucket/prefix``; default: a directory of the home.
             prices: A price table in TOML; default: ``prices.toml`` in the home, or the packaged example prices.
             settings: Times and bounds; default: `Settings()`.
 
         Raises:
-            StorageError: the home is not writable, or the database out of reach.
+            StorageError: the home is not writable, or the database or the blobs out of reach.
             IncompatibleVersion: the database was written by a newer version, or it is on a server and was
                 written by an older one.
-            InvalidRequest: ``database`` is no such URL.
+            InvalidRequest: ``database`` or ``blobs`` is no such address.
         """
         table = PriceTable.load(prices) if prices is not None else PriceTable.of_home(home)
-        store = await asyncio.to_thread(Store, home, database)
-        service = cls(home, store, host, table, settings or Settings())
+        store = await asyncio.to_thread(Store, home, database, blobs)
+        service = cls(store, host, table, settings or Settings())
         try:
+            await store.claim_blobs()
             await Budgets(store.database).recount()
             await service._sessions.load_unfinished()
             await service._samples.load_unfinished()
@@ -324,8 +326,8 @@ class Service:
         """``{"name", "size", "sha256"}`` each."""
         return await self._checkpoints.files(project, path)
 
-    async def read_checkpoint_file(self, project: str, path: str, name: str) -> Path:
-        """A read-only local file with that content, its checksum verified."""
+    async def read_checkpoint_file(self, project: str, path: str, name: str) -> BinaryIO:
+        """That content as a file, its checksum verified; the caller closes it."""
         return await self._checkpoints.file(project, path, name)
 
     async def import_adapter(
@@ -374,7 +376,7 @@ class Service:
                 self._meter,
                 self._checkpoints,
                 self._settings,
-                self._scratch,
+                self.store.scratch,
                 self.telemetry.engine_restarted,
             )
         return lane

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..engine.api import EngineHandle
 from ..errors import AuthenticationFailed, ServiceUnavailable
 from ..server.running import Server, bind_tcp
+from ..service import tracing
 from ..service.keys import Keys
+from ..service.settings import Settings
 from ..store.database import opened
 from .embedded import OpenHost, engine_processes
 from .home import HomeLock, prepare, published
@@ -58,6 +60,8 @@ def serve(
     *,
     with_keys: bool,
     database: str | None = None,
+    blobs: str | None = None,
+    settings: Settings | None = None,
     open_host: OpenHost = engine_processes,
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second signal does not wait for running requests.
@@ -69,6 +73,8 @@ def serve(
             ends one leaves the service and its clients alive.
         with_keys: Every request on the port needs an API key; else none does, and all are of one project.
         database: URL of a PostgreSQL database; default: a file in the home.
+        blobs: ``s3://bucket/prefix``; default: a directory of the home.
+        settings: Times and bounds; default: `Settings()`.
 
     Raises:
         ServiceUnavailable: another process serves this home, or the port is taken.
@@ -107,9 +113,21 @@ def serve(
                 say(f"  use it  TRAINSESSION_BASE_URL={url} {key}python your_loop.py")
 
             serving = serve_home(
-                home, run, lambda: engines, on_ready, [listener], with_keys=with_keys, database=database
+                home,
+                run,
+                lambda: engines,
+                on_ready,
+                [listener],
+                with_keys=with_keys,
+                database=database,
+                blobs=blobs,
+                settings=settings,
             )
-            asyncio.run(serving)
+            tracing.start()
+            try:
+                asyncio.run(serving)
+            finally:
+                tracing.stop()
     finally:
         lock.release()
     say("stopped; sessions are kept")

@@ -18,6 +18,7 @@ from ..server.guard import LOOPBACK_HOSTS
 from ..server.in_process import InProcess
 from ..server.running import Server, bind_unix
 from ..service.service import Service
+from ..service.settings import Settings
 from .home import Location, new_socket_path, publish, withdraw
 
 log = logging.getLogger("trainsession.embedded")
@@ -34,6 +35,8 @@ async def serve_home(
     *,
     with_keys: bool = False,
     database: str | None = None,
+    blobs: str | None = None,
+    settings: Settings | None = None,
 ) -> None:
     """Serve a home until the server is stopped. The caller holds the home's lock.
 
@@ -47,12 +50,14 @@ async def serve_home(
         listeners: Further listening sockets; closed at the end. Without keys on loopback only.
         with_keys: The further sockets ask for API keys.
         database: URL of a PostgreSQL database; default: a file in the home.
+        blobs: ``s3://bucket/prefix``; default: a directory of the home.
+        settings: Times and bounds; default: `Settings()`.
 
     Raises:
         StorageError: the home or its socket cannot be written.
         IncompatibleVersion: a newer version wrote the home's database.
     """
-    service = await Service.open(home, open_host(), database=database)
+    service = await Service.open(home, open_host(), database=database, blobs=blobs, settings=settings)
     try:
         private, location = _listen(run)
         try:
