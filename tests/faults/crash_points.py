@@ -1,6 +1,6 @@
 """Every named crash point, every time that it is reached: killed there, the loop comes out the same.
 
-    python -m tests.faults.crash_points [--point NAME] [--hit K] [--twice] [--list] [--every N]
+    python -m tests.faults.crash_points [--point NAME] [--hit K] [--twice] [--list] [--every N] [--minutes M]
 
 One loop of two sessions runs against `trainsession serve` with its engine in a process of its own, first without a
 kill; that counts how often each point of `tests.faults.points` is reached. Then the loop runs once for each (point, k)
@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,6 +246,11 @@ def enumerated(hits: Counter[str]) -> list[Kill]:
     return [(name, k) for name in names for k in range(1, hits[name] + 1)]
 
 
+def in_turns(kills: list[Kill]) -> list[Kill]:
+    """All of them, so ordered that each eighth is evenly spread."""
+    return [kill for first in range(8) for kill in kills[first::8]]
+
+
 def spread(kills: list[Kill], count: int) -> list[Kill]:
     """So many of them, evenly spread."""
     return [kills[index * len(kills) // count] for index in range(min(count, len(kills)))]
@@ -263,6 +268,7 @@ def main() -> int:
     parser.add_argument("--hit", type=int, help="only when it is reached the k-th time")
     parser.add_argument("--twice", action="store_true", help="after an earlier kill, so in its recovery too")
     parser.add_argument("--every", type=int, default=1, help="only every n-th of the trials")
+    parser.add_argument("--minutes", type=float, default=1e6, help="end then; what was done is evenly spread")
     parser.add_argument("--list", action="store_true", help="count the points and end")
     arguments = parser.parse_args()
     failures: list[str] = []
@@ -277,7 +283,8 @@ def main() -> int:
                 if arguments.list:
                     _show(counted, {}, {}, first)
                 else:
-                    failures += _enumerate(driver, counted, first, chosen[:: arguments.every], print)
+                    until = time.monotonic() + 60 * arguments.minutes
+                    failures += _enumerate(driver, counted, first, in_turns(chosen[:: arguments.every]), until)
     for failure in failures:
         print(failure)
     print(f"{len(failures)} trials came out otherwise")
@@ -290,13 +297,15 @@ def _is_chosen(kill: Kill, arguments: argparse.Namespace) -> bool:
 
 
 def _enumerate(
-    driver: Driver, hits: Counter[str], first: tuple[Kill, ...], chosen: list[Kill], say: Callable[[str], None]
+    driver: Driver, hits: Counter[str], first: tuple[Kill, ...], chosen: list[Kill], until: float
 ) -> list[str]:
     killed: Counter[str] = Counter()
     failed: Counter[str] = Counter()
     failures: list[str] = []
     recoveries: list[float] = []
     for number, kill in enumerate(chosen, 1):
+        if time.monotonic() > until:
+            break
         try:
             trial = driver.trial(*first, kill)
             reached = trial.deaths == len(first) + 1
@@ -308,12 +317,12 @@ def _enumerate(
             failures.append(str(error)[:2000])
             failed[kill[0]] += 1
             verdict = "DIFFERS"
-        say(f"{number}/{len(chosen)} {' then '.join(f'{name}:{k}' for name, k in (*first, kill))}: {verdict}")
+        print(f"{number}/{len(chosen)} {' then '.join(f'{name}:{k}' for name, k in (*first, kill))}: {verdict}")
     _show(hits, killed, failed, first)
     if recoveries:
         ordered = sorted(recoveries)
-        say(f"longer than without a kill: p50 {ordered[len(ordered) // 2]:.2f} s, max {ordered[-1]:.2f} s")
-    say(f"{sum(killed.values())} kills in {len(chosen)} trials, {len(failures)} differ")
+        print(f"longer than without a kill: p50 {ordered[len(ordered) // 2]:.2f} s, max {ordered[-1]:.2f} s")
+    print(f"{sum(killed.values())} kills, of {len(chosen)}; {len(failures)} differ")
     return failures
 
 

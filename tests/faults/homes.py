@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
 import time
 from collections import Counter
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from bench.null_engine import NullHost
 from trainsession.engine import checkpoint as formats
 from trainsession.service.service import Service
+from trainsession.store import schema
+from trainsession.store.database import opened
 
 
 @dataclass(frozen=True)
@@ -26,69 +28,78 @@ class Account:
     checkpoints: Counter[tuple[str, str, str]]
 
 
-def account_of(home: Path) -> Account:
+def account_of(home: Path, database: str | None = None) -> Account:
     """Also collects its garbage.
+
+    Args:
+        database: URL of a PostgreSQL database; default: the file in the home.
 
     Raises:
         AssertionError: a listed checkpoint does not verify or load, a row names a blob that is not there, a file
-            stays that no row names, or an operation has no end or two.
+            stays that no row names, or an operation has no end, or was billed twice.
     """
-    asyncio.run(_collect_garbage(home))
-    with closing(sqlite3.connect(home / "service.db")) as connection:
-        connection.row_factory = sqlite3.Row
-
-        def rows(query: str) -> list[sqlite3.Row]:
-            return connection.execute(query).fetchall()
-
-        assert rows("PRAGMA integrity_check")[0][0] == "ok"
-        names = {row["id"]: row["name"] or row["kind"] for row in rows("SELECT id, name, kind FROM sessions")}
-        names |= {"": "", None: ""}
-        bill = Counter(
-            (names[row["session_id"]], row["kind"], row["tokens"], row["price"]) for row in rows("SELECT * FROM ledger")
-        )
-        operations = Counter(
-            (names[row["session_id"]], row["seq"], row["kind"], row["state"])
-            for row in rows("SELECT session_id, seq, kind, state FROM operations")
-        )
-        saved = Counter(
-            (names[row["session_id"]], row["kind"], row["name"] if "cp_" not in row["name"] else "")
-            for row in rows("SELECT session_id, kind, name FROM checkpoints WHERE current AND listed")
-        )
-        unended = [key for key in operations if key[3] == "queued"]
-        assert not unended, f"operations without an end: {unended}"
-        twice = "SELECT operation_id, kind, COUNT(*) FROM ledger WHERE tokens > 0 GROUP BY 1, 2 HAVING COUNT(*) > 1"
-        assert not rows(twice), "an operation was billed twice"
-    return Account(bill, operations, saved)
+    return asyncio.run(_account(home, database))
 
 
-async def _collect_garbage(home: Path) -> None:
-    """Time passes: what no row names is removed; everything that a row names is there and right."""
+async def _account(home: Path, database: str | None) -> Account:
+    async with opened(home, database) as opening:
+        unended = await opening.read(lambda connection: _rows(connection, UNENDED))
+    assert not unended, f"operations without an end: {unended}"
     old = time.time() - 7200
     for path in (home / "blobs").iterdir():
         os.utime(path, (old, old))
-    service = await Service.open(home, NullHost())
+    service = await Service.open(home, NullHost(), database=database)
     try:
         await service._janitor.round()
         named = await service.store.read(_named)
         there = {path.name for path in (home / "blobs").iterdir()}
         assert there <= set(named), f"files that no row names: {sorted(there - set(named))}"
+        assert set(named) <= there, f"files that rows name and that are not there: {sorted(set(named) - there)}"
         for name, digest in named.items():
-            if digest is not None:
-                service.store.blobs.get(name, digest)
-            assert name in there, f"{name} is named and not there"
-        for item in await service.list_checkpoints("default"):
-            row = await service._checkpoints.find("default", item.path)
-            files = {file["name"]: service.store.blobs.get(file["blob"], file["sha256"]) for file in row.files}
-            formats.read_checkpoint(files)
+            service.store.blobs.get(name, digest)
+        for path, files in (await service.store.read(_listed)).items():
+            contents = {file["name"]: service.store.blobs.get(file["blob"], file["sha256"]) for file in files}
+            assert formats.read_checkpoint(contents), path
+        return await service.store.read(_counted)
     finally:
         await service.close()
 
 
-def _named(connection: Any) -> dict[str, str | None]:
-    """Blobs that rows refer to, with their checksum."""
-    from trainsession.store import schema
+UNENDED = "SELECT id, session_id, seq, kind FROM operations WHERE state = 'queued'"
+_TWICE = "SELECT operation_id, kind FROM ledger WHERE tokens > 0 GROUP BY 1, 2 HAVING COUNT(*) > 1"
 
-    found: dict[str, str | None] = {}
+
+def _rows(connection: sa.Connection, query: str) -> list[Any]:
+    return [tuple(row) for row in connection.execute(sa.text(query))]
+
+
+def _counted(connection: sa.Connection) -> Account:
+    names = {key: name or kind for key, name, kind in _rows(connection, "SELECT id, name, kind FROM sessions")}
+    names |= {"": "", None: ""}
+    bill, operations, saved = Counter(), Counter(), Counter()
+    for session, kind, tokens, price in _rows(connection, "SELECT session_id, kind, tokens, price FROM ledger"):
+        bill[names[session], kind, tokens, price] += 1
+    for session, seq, kind, state in _rows(connection, "SELECT session_id, seq, kind, state FROM operations"):
+        operations[names[session], seq, kind, state] += 1
+    checkpoints = schema.checkpoints
+    query = sa.select(checkpoints.c.session_id, checkpoints.c.kind, checkpoints.c.name).where(
+        checkpoints.c.current, checkpoints.c.listed
+    )
+    for session, kind, name in connection.execute(query):
+        saved[names[session], kind, "" if name.startswith("cp_") else name] += 1
+    assert not _rows(connection, _TWICE), "an operation was billed twice"
+    return Account(bill, operations, saved)
+
+
+def _listed(connection: sa.Connection) -> dict[str, list[dict[str, Any]]]:
+    table = schema.checkpoints
+    query = sa.select(table.c.session_id, table.c.kind, table.c.name, table.c.files).where(table.c.listed)
+    return {f"{row[0]}/{row[1]}/{row[2]}": row[3] for row in connection.execute(query)}
+
+
+def _named(connection: sa.Connection) -> dict[str, str]:
+    """Blobs that rows refer to, with their checksum."""
+    found: dict[str, str] = {}
     for table, blob, digest in (
         (schema.operations, "body_blob", "body_sha256"),
         (schema.operations, "result_blob", "result_sha256"),

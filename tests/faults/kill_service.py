@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,21 @@ def engines_of(pid: int) -> list[int]:
 
 
 class Server:
-    """`trainsession serve --dev` on one home and one port, however often it has to be started."""
+    """`trainsession serve` on one home and one port, however often it has to be started.
 
-    def __init__(self, home: Path) -> None:
+    Args:
+        arguments: Further ones of the command.
+        prelude: Python that its process runs first.
+    """
+
+    def __init__(self, home: Path, arguments: Sequence[str] = ("--dev",), prelude: str = "") -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = home.parent / "serve.log"
-        self._command = [sys.executable, "-m", "trainsession.cli", "serve", "--dev", "--port", str(port)]
-        self._command += ["--home", str(home)]
+        run = ["-c", f"{prelude}\nfrom trainsession.cli import app\napp()"] if prelude else ["-m", "trainsession.cli"]
+        self._command = [sys.executable, *run, "serve", *arguments, "--port", str(port), "--home", str(home)]
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -65,6 +70,12 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._process = self._start()
+
+    def restart(self) -> int:
+        """SIGTERM, and a new process; returns the old one's exit status."""
+        status = self.stop()
+        self._process = self._start()
+        return status
 
     def stop(self) -> int:
         self._process.send_signal(signal.SIGTERM)
