@@ -212,7 +212,9 @@ class Driver:
         seconds = time.monotonic() - started
         deaths = len(list(directory.glob("fired-*")))
         normal = self.expected.seconds if self.expected else seconds
-        return Trial(dict(found), account_of(directory / "home"), deaths, seconds, max(0.0, seconds - normal)), directory
+        return Trial(
+            dict(found), account_of(directory / "home"), deaths, seconds, max(0.0, seconds - normal)
+        ), directory
 
     def count(self, *first: Kill) -> Counter[str]:
         """How often each point is reached, after the kills that come first."""
@@ -316,7 +318,7 @@ def _enumerate(
         except AssertionError as error:
             failures.append(str(error)[:2000])
             failed[kill[0]] += 1
-            verdict = "DIFFERS"
+            verdict = f"DIFFERS: {str(error)[:2000]}"
         print(f"{number}/{len(chosen)} {' then '.join(f'{name}:{k}' for name, k in (*first, kill))}: {verdict}")
     _show(hits, killed, failed, first)
     if recoveries:
@@ -330,7 +332,9 @@ def _show(hits: Counter[str], killed: Any, failed: Any, first: tuple[Kill, ...])
     print(f"{'point' + (f' after {first[0]}' if first else ''):<50} {'reached':>8} {'killed':>7} {'differ':>7}")
     for point in points.POINTS:
         if hits[point.name]:
-            print(f"{point.name:<50} {hits[point.name]:>8} {killed.get(point.name, 0):>7} {failed.get(point.name, 0):>7}")
+            print(
+                f"{point.name:<50} {hits[point.name]:>8} {killed.get(point.name, 0):>7} {failed.get(point.name, 0):>7}"
+            )
     missing = [point.name for point in points.POINTS if not hits[point.name]]
     print(f"{sum(hits.values())} in all; not reached: {', '.join(missing) or 'none'}")
 

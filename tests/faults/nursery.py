@@ -103,6 +103,7 @@ def _main(address: str, model: str) -> None:
 
     LocalEngine.load(model, name="warm", device="cpu", dtype="float32")  # transformers imports much when it is used
     import trainsession.cli
+    import trainsession.runtime.process  # imported by the service when it needs it
     import trainsession.runtime.worker
     import trainsession.transport.foreground  # noqa: F401 - for the forks
 

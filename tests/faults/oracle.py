@@ -59,7 +59,9 @@ def plan_of(name: str, seed: int) -> Plan:
             kind = "pass"
         target = draw.randrange(samplers) if kind in ("sample", "stream") else draw.randrange(len(states) or 1)
         # A name that is used twice: the second save fails.
-        label = states[target] if kind == "load" else f"n{draw.randint(0, 2)}" if kind == "save_weights" else f"s{index}"
+        label = (
+            states[target] if kind == "load" else f"n{draw.randint(0, 2)}" if kind == "save_weights" else f"s{index}"
+        )
         samplers += kind == "freeze"
         states += [label] * (kind == "save_state")
         count = draw.randint(1, 3) if kind != "stream" else 1

@@ -48,7 +48,7 @@ PRELUDE = f"""
 import functools
 from trainsession.runtime import process
 from trainsession.service import service
-process.EngineProcess.__init__.__defaults__ = ({HANG_SECONDS},)
+process.EngineProcess.__init__.__defaults__ = ({HANG_SECONDS}, 60.0)
 service.Settings = functools.partial(service.Settings, snapshot_every_operations=5)
 """
 FAULTS = {"engine": 4, "service": 2, "both": 2, "terminate": 1, "stop": 1, "database": 3, "revoke": 2, "nothing": 3}
@@ -68,7 +68,7 @@ class Walk:
 
     def run(self, seconds: float) -> None:
         """Raises `AssertionError` where the service and the oracle do not agree."""
-        keys = asyncio.run(self._open_projects())
+        keys = self._keys = asyncio.run(self._open_projects())
         # As an embedded service: what the plans come to when nothing goes wrong.
         os.environ["TRAINSESSION_HOME"] = str(self._home.parent / "undisturbed")
         arguments = [] if self._url is None else ["--database", self._url]
@@ -85,11 +85,14 @@ class Walk:
                 thread.join()
             self._played.put(None)
             checking.join()
+            _reach(ts.ServiceClient(server.url, keys["red"])).close()
             status = server.stop()
         log = server.log.read_text()
         assert not self._failures, "\n".join(self._failures)
         assert status == 0, f"the service ended with {status}: {log[-2000:]}"
-        assert "Traceback" not in log.replace("asyncio.exceptions.CancelledError", ""), log[log.index("Traceback") :][:3000]
+        assert "Traceback" not in log.replace("asyncio.exceptions.CancelledError", ""), log[log.index("Traceback") :][
+            :3000
+        ]
         self._check_home()
 
     async def _open_projects(self) -> dict[str, str]:
@@ -125,9 +128,8 @@ class Walk:
         server.kill(engine_too=True)
 
     def _terminate(self, server: Server, draw: random.Random) -> None:
+        _reach(ts.ServiceClient(server.url, self._keys["red"])).close()  # before, SIGTERM ends it as any program
         started = time.monotonic()
-        with contextlib.suppress(OSError):
-            _await_port(server.url)
         status = server.restart()
         seconds = time.monotonic() - started
         if status != 0 or seconds > 45:
@@ -169,8 +171,7 @@ class Walk:
                 await Keys(opening).revoke(prefix)
 
         key, prefix = asyncio.run(make())
-        with ts.ServiceClient(server.url, key) as service:
-            service.list_sessions()
+        with _reach(ts.ServiceClient(server.url, key)) as service:
             sampler = service.create_sampling_client(self._model)
             sample = sampler.sample([5, 6, 7], 2, ts.SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
             time.sleep(draw.uniform(0, 0.5))
@@ -189,13 +190,12 @@ class Walk:
     def _client(self, url: str, project: str, key: str) -> None:
         number = self._seed * 100_000
         try:
-            _await_port(url)
             while not self._ended.is_set() and not self._failures:
                 number += 1
                 plan = plan_of(project, number)
                 self._plans[project].append(plan)
                 service, transports = hostile_client(url, key, random.Random(f"{project} {number}"))
-                with service:
+                with _reach(service):
                     self._played.put((project, plan, play(service, self._model, plan)))
                 self.transports += transports
         except BaseException as error:
@@ -242,15 +242,14 @@ class Walk:
                     assert left == right, f"{name}: {what} {left} are not {right}"
 
 
-def _await_port(url: str) -> None:
-    with ts.ServiceClient(url) as service:
-        for _ in range(60):
-            try:
-                service.list_sessions()
-            except ts.AuthenticationFailed:
-                return
-            except ts.ConnectionFailed:
-                time.sleep(0.5)
+def _reach(service: ts.ServiceClient) -> ts.ServiceClient:
+    """A client that never had an answer gives up soon; the service may just be starting again."""
+    for _ in range(60):
+        with contextlib.suppress(ts.ConnectionFailed):
+            service.list_sessions()
+            return service
+        time.sleep(0.2)
+    raise AssertionError("the service did not come back")
 
 
 def main() -> None:

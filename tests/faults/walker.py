@@ -128,8 +128,11 @@ def _start(trainer: ts.TrainingClient, samplers: list[ts.SamplingClient], call: 
             return samplers[call.target].sample(prompt_of(call), call.count, params)
         case "stream":
             params = ts.SamplingParams(max_tokens=call.length, seed=call.seed, ignore_eos=True)
-            return [piece for delta in samplers[call.target].stream(prompt_of(call), call.count, params)
-                    for piece in zip(delta.tokens, delta.logprobs, strict=True)]
+            return [
+                piece
+                for delta in samplers[call.target].stream(prompt_of(call), call.count, params)
+                for piece in zip(delta.tokens, delta.logprobs, strict=True)
+            ]
         case "save_state":
             return trainer.save_state(call.name)
         case "save_weights":
