@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 import trainsession as ts
@@ -85,14 +86,14 @@ class Supervised:
                 return  # `stop` says so
             self._child = self._start()
             if self._stopping:
-                self._await_port()
+                self._await_answer()
                 os.kill(self._child.pid, signal.SIGTERM)
 
-    def _await_port(self) -> None:
-        """Before it listens, SIGTERM would end it as any program."""
+    def _await_answer(self) -> None:
+        """Before it serves, SIGTERM would end it as any program."""
         while self._child.wait(0) is None:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-                time.sleep(0.05)
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"{self.url}/v1/limits", timeout=5)
                 return
             time.sleep(0.02)
 

@@ -30,7 +30,7 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Call:
-    """``kind`` is a key of `WEIGHTS`; ``seed`` draws its data; ``target`` is a sampler or a checkpoint by its number."""
+    """``kind`` is a key of `WEIGHTS`; ``seed`` draws its data; ``target`` is a sampler or a checkpoint, by number."""
 
     kind: str
     seed: int

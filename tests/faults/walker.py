@@ -46,9 +46,10 @@ class Hostile:
         answers = await asyncio.gather(*twins, return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
         if refused:
-            assert len(refused) == len(answers) or not any(
-                isinstance(error, ts.TrainSessionError) and error.status < 500 for error in refused
-            ), f"one submit was taken and refused: {answers}"
+            # The service may have gone down between two of them. What it refuses it logs as failed, and names it too.
+            taken = {answer["operation_id"] for answer in answers if not isinstance(answer, BaseException)}
+            named = {error.details.get("operation_id") for error in refused if isinstance(error, ts.InvalidRequest)}
+            assert len(taken | named) <= 1, f"one submit was several operations: {answers}"
             raise refused[0]
         assert all(answer == answers[0] for answer in answers), f"one submit had several answers: {answers}"
         return answers[0]

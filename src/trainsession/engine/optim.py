@@ -102,10 +102,12 @@ def optim_step(adapter: Adapter, state: AdamState, params: AdamParams) -> dict[s
         _refuse_non_finite("the square of the gradient", squares, adapter)
     if not math.isfinite(_norm(weights)):
         _refuse_non_finite("the new weight", weights, adapter)
+    update_norm = _norm([update.change for update in updates])
 
+    # What needs memory is behind us: from here on nothing can fail.
     for parameter, update in zip(parameters, updates, strict=True):
         parameter.copy_(update.weight)
         parameter.grad = None
     state.exp_avg, state.exp_avg_sq = [update.exp_avg for update in updates], squares
     state.step = step
-    return {"grad_norm": grad_norm, "update_norm": _norm([update.change for update in updates]), "step": float(step)}
+    return {"grad_norm": grad_norm, "update_norm": update_norm, "step": float(step)}
