@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -39,6 +38,7 @@ import numpy as np
 import trainsession as ts
 from tests.faults import points
 from tests.faults.homes import Account, account_of
+from tests.faults.kill_service import free_port
 from tests.faults.nursery import Child, Nursery
 
 Kill = tuple[str, int]
@@ -61,9 +61,7 @@ class Supervised:
     """`trainsession serve` on one home and port; started again when a signal ended it."""
 
     def __init__(self, nursery: Nursery, home: Path, environment: dict[str, str]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.starts = 0
         self._nursery, self._home, self._environment = nursery, home, environment

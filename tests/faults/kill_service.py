@@ -36,6 +36,15 @@ def engines_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def free_port() -> int:
+    """Outside the range that clients' own sockets get: while the server is away, one of those could take it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 class Server:
     """`trainsession serve` on one home and one port, however often it has to be started.
 
@@ -45,9 +54,7 @@ class Server:
     """
 
     def __init__(self, home: Path, arguments: Sequence[str] = ("--dev",), prelude: str = "") -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = home.parent / "serve.log"
         run = ["-c", f"{prelude}\nfrom trainsession.cli import app\napp()"] if prelude else ["-m", "trainsession.cli"]
@@ -58,6 +65,10 @@ class Server:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with self.log.open("ab") as log:
             return subprocess.Popen(self._command, stderr=log, stdout=log, env=environment)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     @property
     def pid(self) -> int:

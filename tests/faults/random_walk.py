@@ -112,6 +112,8 @@ class Walk:
             fault = draw.choices(list(FAULTS), list(FAULTS.values()))[0]
             getattr(self, f"_{fault}")(server, draw)
             self.counts[fault] += 1
+            if not server.is_running:
+                self._failures.append(f"the service ended by itself: {server.log.read_text()[-2000:]}")
 
     def _nothing(self, server: Server, draw: random.Random) -> None:
         time.sleep(draw.uniform(0, 4))
