@@ -70,6 +70,10 @@ class Supervised:
         self._thread = threading.Thread(target=self._supervise, daemon=True)
         self._thread.start()
 
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
     def _start(self) -> Child:
         self.starts += 1
         arguments = ["--dev", "--port", str(self.port), "--home", str(self._home)]

@@ -64,6 +64,7 @@ class Walk:
         self._played: queue.SimpleQueue[tuple[str, Plan, dict[str, Any]] | None] = queue.SimpleQueue()
         self._plans: dict[str, list[Plan]] = {project: [] for project in PROJECTS}
         self.counts: Counter[str] = Counter()
+        self.ended = 0
         self.transports: list[Hostile] = []
 
     def run(self, seconds: float) -> None:
@@ -109,11 +110,19 @@ class Walk:
         draw = random.Random(self._seed)
         while time.monotonic() < until and not self._failures:
             time.sleep(draw.uniform(0.5, 9.0))
+            if draw.random() < 0.4:
+                self._breathe(until)
             fault = draw.choices(list(FAULTS), list(FAULTS.values()))[0]
             getattr(self, f"_{fault}")(server, draw)
             self.counts[fault] += 1
             if not server.is_running:
                 self._failures.append(f"the service ended by itself: {server.log.read_text()[-2000:]}")
+
+    def _breathe(self, until: float) -> None:
+        """Some session ends in peace: a service that is killed whenever it has started never gets on."""
+        ended, until = self.ended, min(until, time.monotonic() + 60)
+        while self.ended == ended and time.monotonic() < until and not self._failures:
+            time.sleep(0.1)
 
     def _nothing(self, server: Server, draw: random.Random) -> None:
         time.sleep(draw.uniform(0, 4))
@@ -199,6 +208,7 @@ class Walk:
                 service, transports = hostile_client(url, key, random.Random(f"{project} {number}"))
                 with _reach(service):
                     self._played.put((project, plan, play(service, self._model, plan)))
+                    self.ended += 1
                 self.transports += transports
         except BaseException as error:
             self._failures.append(f"{project}, plan {number}: {type(error).__name__}: {error}")
