@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 import trainsession as ts
+from tests.faults.kill_engine import slower
 
 STEPS = 6
 
@@ -143,7 +144,7 @@ def loop(url: str, model: str, on_start: Callable[[], None] = lambda: None) -> d
 
 def trials(home: Path, model: str, seeds: list[int], say: Callable[[str], None] = print) -> int:
     """Raises `AssertionError`, naming the seed, where a loop with kills came out otherwise. Returns the kills."""
-    kills = 0
+    kills, later = 0, list[float]()
     with served(home) as server:
         loop(server.url, model)
         started = time.monotonic()
@@ -154,15 +155,18 @@ def trials(home: Path, model: str, seeds: list[int], say: Callable[[str], None] 
             draw = random.Random(seed)
             delay, engine_too = draw.uniform(0, seconds), draw.random() < 0.5
             timer = threading.Timer(delay, lambda both=engine_too: server.kill(engine_too=both))
+            began = time.monotonic()
             try:
                 got = loop(server.url, model, timer.start)
             except ts.TrainSessionError as error:
                 raise AssertionError(f"seed {seed}, killed at {delay:.2f} s: the client saw {error!r}") from error
             timer.join()
+            later.append(max(0.0, time.monotonic() - began - seconds))
             kills += 1
             for name, value in expected.items():
                 assert got[name] == value, f"seed {seed}, killed at {delay:.2f} s: {name} differ"
             say(f"seed {seed}: killed{' with its engine' if engine_too else ''} at {delay:.2f} s: equal")
+    say(slower(later))
     return kills
 
 
