@@ -1,4 +1,4 @@
-"""`docs/testing.md` and `docs/faults.md` map the contract's sentences, known bugs and faults to tests: those must exist."""
+"""`docs/testing.md` and `docs/faults.md` map the contract, known bugs and faults to tests: those must exist."""
 
 from __future__ import annotations
 
