@@ -100,6 +100,7 @@ def play(service: ts.ServiceClient, model: str, plan: Plan) -> dict[str, Any]:
     last += [trainer.optim_step(ts.AdamParams(learning_rate=1e-3)), trainer.save_state("end")]
     results += [_came_to(service, future) for future in last]
     usage = trainer.usage().total
+    trainer.close()  # a project has 64 live sessions at most
     bill = (usage.prefill, usage.sample, usage.train, usage.cost)
     return {"session": trainer.session_id, "results": results, "bill": bill}
 
