@@ -132,7 +132,7 @@ def _data(seed: int, kind: str) -> list[ts.Datum]:
 
 
 def _custom(_data: Any, logprobs: Any) -> Any:
-    loss = sum((values.exp() ** 2).sum() for values in logprobs)
+    loss: Any = sum((values.exp() ** 2).sum() for values in logprobs)
     return loss, {"loss:sum": float(loss.detach())}
 
 

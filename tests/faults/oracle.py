@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 CONTEXT, VOCABULARY = 512, 320
-LOSSES = ("cross_entropy", "importance_sampling", "ppo")
+Loss = Literal["cross_entropy", "importance_sampling", "ppo"]
+LOSSES: tuple[Loss, ...] = ("cross_entropy", "importance_sampling", "ppo")
 WEIGHTS = {
     "pass": 6,
     "custom": 2,
@@ -84,7 +86,7 @@ def prompt_of(call: Call) -> list[int]:
     return rows_of(call)[0]
 
 
-def loss_of(call: Call) -> str:
+def loss_of(call: Call) -> Loss:
     return LOSSES[call.seed % len(LOSSES)]
 
 

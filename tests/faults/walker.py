@@ -178,5 +178,5 @@ def _data(call: Call) -> list[ts.Datum]:
 
 
 def _custom(_data: Any, logprobs: Any) -> tuple[Any, Mapping[str, float]]:
-    loss = sum((values.exp() ** 2).sum() for values in logprobs)
+    loss: Any = sum((values.exp() ** 2).sum() for values in logprobs)
     return loss, {"loss:sum": float(loss.detach())}
