@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ pytestmark = pytest.mark.usefixtures("each_store")
 async def trained(trainer: Trainer, token: int = 4) -> None:
     await trainer.train([token])
     await trainer.step(1.0)
+
+
+def test_a_load_right_behind_its_save_waits_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            await trained(trainer)
+            put = service.store.blobs.put
+            monkeypatch.setattr(service.store.blobs, "put", lambda *args: (time.sleep(0.3), put(*args))[1])
+            await trainer.submit("save_state", params={"name": "a"})
+            await trained(trainer, 100)
+            await trainer.do("load_state", params={"path": f"ts://{trainer.id}/state/a", "optimizer": True})
+            assert await trainer.weight() == 4.0
+
+    run(test())
 
 
 def test_a_state_resumes_with_or_without_its_optimizer(tmp_path: Path) -> None:

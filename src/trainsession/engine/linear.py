@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from . import context
+from . import activity, context
 from .context import DECODE_TILE
 from .products import PackedWeight, add_row_products, aligned, row_products
 
@@ -105,6 +105,7 @@ class _MultiLoraProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        activity.tick()
         x_TK, *saved = ctx.saved_tensors
         weights, flat = saved[: ctx.counts[0]], saved[ctx.counts[0] : sum(ctx.counts)]
         lows = iter(saved[sum(ctx.counts) :])
@@ -241,6 +242,7 @@ class MultiLoraLinear(nn.Module):
                 f"{self.name} got {x_TK.shape[0]} rows in a pass of {current.rows}: it does not see the "
                 "pass row by row, so it cannot have adapters"
             )
+        activity.tick()
         layers = [layer._frozen(current.sampling) for layer in self.siblings]
         return multi_lora_products(x_TK, layers, tile=current.tile if self.exact else None, rows=rows)
 

@@ -99,9 +99,11 @@ def optim_step(adapter: Adapter, state: AdamState, params: AdamParams) -> dict[s
         _refuse_non_finite("the square of the gradient", exp_avg_sq, adapter)
     if not math.isfinite(_norm(stepped)):
         _refuse_non_finite("the new weight", stepped, adapter)
+    update_norm = _norm(changes)
 
+    # What needs memory is behind us: from here on nothing can fail.
     torch._foreach_copy_(weights, stepped)
     for parameter in parameters:
         parameter.grad = None
     state.exp_avg, state.exp_avg_sq, state.step = exp_avg, exp_avg_sq, step
-    return {"grad_norm": grad_norm, "update_norm": _norm(changes), "step": float(step)}
+    return {"grad_norm": grad_norm, "update_norm": update_norm, "step": float(step)}

@@ -182,8 +182,12 @@ class Lane:
             if not picked:
                 await self._woken()
                 continue
-            async with self._turn:
-                await self._execute([self._sessions[item.session] for item in picked if item.session in self._sessions])
+            try:
+                async with self._turn:
+                    await self._execute([s for item in picked if (s := self._sessions.get(item.session)) is not None])
+            except Exception:  # a fault of ours; with the lane every session of the model would stand still
+                logger.exception("the queue of %s met a fault and goes on", self.base_model)
+                await asyncio.sleep(self._settings.retry_seconds)
 
     async def _woken(self) -> None:
         """Wait until something became ready, or a missing number is to be given up."""
@@ -374,6 +378,8 @@ class Lane:
             await self._recovery.snapshot(handle, self.pool, session)
         except (StorageError, EngineLost) as error:
             logger.warning("no snapshot of session %s: %s", session.id, error.message)
+        except Exception:  # a replay is longer without it, and the queue must go on
+            logger.exception("no snapshot of session %s", session.id)
 
     async def _save(self, session: Session) -> None:
         await self._recovery.settled(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import tempfile
 import time
@@ -188,6 +189,8 @@ class Runner:
 
     async def _load_state(self, session: Session, params: Mapping[str, Any]) -> Outcome:
         path, optimizer = params["path"], bool(params.get("optimizer", False))
+        if session.completions:  # a save before it may still be on its way to the disk
+            await asyncio.wait(list(session.completions.values()))
         row = await self._checkpoints.find(session.project, path)
         check_loadable(row, path, optimizer, self._handle.info.identity, session.base_model)
         state = await self._checkpoints.load(row)
