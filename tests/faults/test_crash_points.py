@@ -10,8 +10,8 @@ import pytest
 from tests.faults import points
 from tests.faults.crash_points import FIRST_KILLS, driving, enumerated, in_turns, spread
 
-KILLS, AGAIN = 30, 3
-SECONDS = 100.0
+KILLS, AGAIN = 16, 2
+SECONDS = 60.0
 """On a machine so slow that they take longer, fewer run; in two passes, so that each is spread."""
 
 
