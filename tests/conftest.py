@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if TYPE_CHECKING:
     from tests.postgres import Databases, PostgresServer
+    from tests.s3 import BlobStores, S3Server
     from trainsession.engine.engine import LocalEngine
     from trainsession.engine.model import LoadedModel
     from trainsession.engine.sampler.sampler import Sampler
@@ -189,3 +190,43 @@ def databases(request: pytest.FixtureRequest) -> Databases:
     from tests.postgres import Databases
 
     return Databases(request.getfixturevalue("postgres_server") if request.param == "postgres" else None)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A real S3 server, started once for all tests; skips where none is installed."""
+    yield from _s3_server("rclone")
+
+
+@pytest.fixture(scope="session")
+def conditional_s3_server() -> Iterator[S3Server]:
+    """One that looks at ``If-None-Match``."""
+    yield from _s3_server("moto")
+
+
+def _s3_server(name: str) -> Iterator[S3Server]:
+    from tests.s3 import S3Server, missing
+
+    reason = missing(name)
+    if reason is not None:
+        pytest.skip(reason)
+    server = S3Server(name)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["directory", "s3"])
+def each_blobs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> BlobStores:
+    """Where homes have their blobs: the test runs once for each kind."""
+    return use_blobs(request, monkeypatch, s3=request.param == "s3")
+
+
+def use_blobs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *, s3: bool) -> BlobStores:
+    from tests.s3 import BlobStores, settings
+
+    if not s3:
+        return BlobStores()
+    server: S3Server = request.getfixturevalue("s3_server")
+    for name, value in settings(server.url).items():
+        monkeypatch.setenv(name, value)
+    return BlobStores(server)

@@ -74,7 +74,9 @@ def test_codes_do_not_change() -> None:
         ("StorageError", 507, "storage_error"),
         ("ServiceUnavailable", 503, "unavailable"),
         ("ConnectionFailed", 503, "connection_failed"),
+        ("StorageUnavailable", 503, "storage_unavailable"),
         ("DatabaseUnavailable", 503, "database_unavailable"),
+        ("BlobsUnavailable", 503, "blobs_unavailable"),
         ("IncompatibleVersion", 426, "incompatible_version"),
         ("ResultTimeout", 408, "result_timeout"),
     }
@@ -120,6 +122,8 @@ def test_retryable_is_what_may_succeed_later() -> None:
         "RateLimited",
         "ServiceUnavailable",
         "ConnectionFailed",
+        "StorageUnavailable",
         "DatabaseUnavailable",
+        "BlobsUnavailable",
         "ResultTimeout",
     }

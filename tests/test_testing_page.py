@@ -1,4 +1,4 @@
-"""`docs/testing.md` maps the contract's sentences and known bugs to tests: those must exist."""
+"""`docs/testing.md` and `docs/faults.md` map the contract, known bugs and faults to tests: those must exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "testing.md").read_text()
-NAMED = re.findall(r"`([\w/]+\.py)::(test_\w+)`", PAGE)
+NAMED = re.findall(r"`([\w/]+\.py)::(test_\w+)`", PAGE + (ROOT / "docs" / "faults.md").read_text())
 REPORTS = {f"I-{n}" for n in range(1, 61) if n not in (22, 30, 34, 45, 48, 59)}
 REPORTS |= {f"T-{n}" for n in (17, 18, 19, 21, 22, 23, 24, 26)}
 

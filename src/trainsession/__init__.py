@@ -25,6 +25,7 @@ from .client import (
 )
 from .errors import (
     AuthenticationFailed,
+    BlobsUnavailable,
     BudgetExceeded,
     Cancelled,
     CheckpointExists,
@@ -54,6 +55,7 @@ from .errors import (
     SessionFenced,
     SnapshotLost,
     StorageError,
+    StorageUnavailable,
     TrainSessionError,
     UnknownModel,
     UnsupportedMediaType,
@@ -62,6 +64,7 @@ from .limits import LIMITS, Limits
 from .types import (
     AdamParams,
     BaseModel,
+    Budget,
     Checkpoint,
     Datum,
     EncodedTextChunk,
@@ -90,6 +93,8 @@ __all__ = [
     "AdamParams",
     "AuthenticationFailed",
     "BaseModel",
+    "BlobsUnavailable",
+    "Budget",
     "BudgetExceeded",
     "Cancelled",
     "Checkpoint",
@@ -139,6 +144,7 @@ __all__ = [
     "SnapshotLost",
     "StopReason",
     "StorageError",
+    "StorageUnavailable",
     "TensorData",
     "Tokenizer",
     "TrainSessionError",

@@ -34,7 +34,9 @@ and the client raises the class that owns the code.
         StorageError                        disk full, home not writable
         ServiceUnavailable
             ConnectionFailed                no service answered
-            DatabaseUnavailable (also StorageError)
+            StorageUnavailable (also StorageError)
+                DatabaseUnavailable
+                BlobsUnavailable
         IncompatibleVersion
         ResultTimeout (also TimeoutError)   result(timeout) ran out; the operation goes on
 """
@@ -253,10 +255,22 @@ class StorageError(TrainSessionError):
     status, code = 507, "storage_error"
 
 
-class DatabaseUnavailable(ServiceUnavailable, StorageError):
+class StorageUnavailable(ServiceUnavailable, StorageError):
+    """What the service stores in cannot be reached now."""
+
+    code = "storage_unavailable"
+
+
+class DatabaseUnavailable(StorageUnavailable):
     """The service's database cannot be reached now; nothing was stored."""
 
     code = "database_unavailable"
+
+
+class BlobsUnavailable(StorageUnavailable):
+    """The service's blob store cannot be reached now; nothing refers to what was sent there."""
+
+    code = "blobs_unavailable"
 
 
 class IncompatibleVersion(TrainSessionError):

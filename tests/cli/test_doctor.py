@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import make_url
 
 from tests.cli.test_objects import run
+from tests.postgres import PostgresServer
+from tests.s3 import BUCKET, BlobStores, S3Server, settings
 from tests.server.keyed import keyed, make_key
 from trainsession.cli import doctor as module
-from trainsession.store.backend import backend_of
+from trainsession.store.backend import backend_of, parse_address
 from trainsession.store.schema import SCHEMA_VERSION
 from trainsession.store.upgrade import migrate
 
@@ -133,6 +136,39 @@ def test_a_clock_that_was_never_set_or_went_back(home: Path, monkeypatch: pytest
         values = ", ".join(map(repr, session.values()))
         connection.execute(f"INSERT INTO sessions ({', '.join(session)}) VALUES ({values})")
     assert "3600 s behind" in failed(findings(code=1))["clock"]["found"]
+
+
+def test_a_database_and_a_bucket_elsewhere(
+    home: Path, postgres_server: PostgresServer, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in settings(s3_server.url).items():
+        monkeypatch.setenv(name, value)
+    url, bucket = postgres_server.create(), f"s3://{BUCKET}/{home.parent.name}"
+    before = postgres_server.execute("SELECT count(*) FROM meta", url_name(url))
+    found = findings("--database", url, "--blobs", bucket)
+    assert failed(found) == {}
+    assert found["database"]["found"].endswith("written and read")
+    assert found["blobs"]["found"] == f"{bucket}: written, read and deleted"
+    assert postgres_server.execute("SELECT count(*) FROM meta", url_name(url)) == before
+    assert BlobStores(s3_server).directory(home).exists() is False
+    assert "empty" in findings("--database", postgres_server.create(empty=True))["database"]["found"]
+
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-and-hidden")
+    wrong = url.replace(postgres_server.password, "wrong-and-hidden")
+    bad = failed(findings("--database", wrong, "--blobs", bucket, code=1))
+    assert "password authentication failed" in bad["database"]["found"]
+    assert "PGPASSWORD" in bad["database"]["do"]
+    assert "SignatureDoesNotMatch" in bad["blobs"]["found"]
+    assert "hidden" not in str(bad)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    assert "AWS_ENDPOINT_URL_S3" in failed(findings("--blobs", bucket, code=1))["blobs"]["do"]
+    old = postgres_server.create(empty=True)
+    migrate(backend_of(parse_address(home, old)), "0001")
+    assert failed(findings("--database", old, code=1))["database"]["do"] == "trainsession db upgrade"
+
+
+def url_name(url: str) -> str:
+    return str(make_url(url).database)
 
 
 def test_a_check_that_breaks_is_a_finding(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ async def _kill(host: LocalHost, model: str, delays: list[float]) -> int:
 async def trials(home: Path, model: str, seeds: list[int], say: Any = print) -> int:
     """Raises `AssertionError`, naming the seed, where a killed loop came out otherwise. Returns the kills."""
     host = LocalHost(processes=True, device="cpu", dtype="float32")
-    total = 0
+    total, later = 0, list[float]()
     async with serving(home, host, snapshot_every_operations=5) as service:
         await loop(service, model)  # loads the engine
         started = time.perf_counter()
@@ -131,18 +131,27 @@ async def trials(home: Path, model: str, seeds: list[int], say: Any = print) -> 
             draw = random.Random(seed)
             # The second kill may come while the first one is being recovered from.
             delays = [draw.uniform(0, seconds)] + [draw.uniform(0, 2 * seconds + 6)] * draw.randint(0, 1)
-            killing = asyncio.create_task(_kill(host, model, delays))
+            killing, began = asyncio.create_task(_kill(host, model, delays)), time.perf_counter()
             trial = await loop(service, model)
+            took = time.perf_counter() - began
             try:
                 kills = await asyncio.wait_for(killing, 2 * seconds + 30)
             except TimeoutError:  # the loop ended without the engine, which nobody starts again
                 kills = 1
             total += kills
+            later.append(max(0.0, took - seconds) / max(1, kills))
             for name in ("results", "stream", "state", "bill"):
                 if getattr(trial, name) != getattr(expected, name):
                     raise AssertionError(f"seed {seed}: {name} differ after kills at {delays}")
             say(f"seed {seed}: killed {kills} times at {', '.join(f'{delay:.2f} s' for delay in delays)}: equal")
+    say(slower(later))
     return total
+
+
+def slower(seconds: list[float]) -> str:
+    """What a kill cost a loop: the next process, its model, the replay."""
+    ordered = sorted(seconds)
+    return f"longer by a kill: p50 {ordered[len(ordered) // 2]:.1f} s, max {ordered[-1]:.1f} s"
 
 
 def main() -> None:

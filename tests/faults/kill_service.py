@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import httpx
 import numpy as np
 
 import trainsession as ts
+from tests.faults.kill_engine import slower
 
 STEPS = 6
 
@@ -37,23 +38,39 @@ def engines_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-class Server:
-    """`trainsession serve --dev` on one home and one port, however often it has to be started."""
+def free_port() -> int:
+    """Outside the range that clients' own sockets get: while the server is away, one of those could take it."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
-    def __init__(self, home: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+
+class Server:
+    """`trainsession serve` on one home and one port, however often it has to be started.
+
+    Args:
+        arguments: Further ones of the command.
+        prelude: Python that its process runs first.
+    """
+
+    def __init__(self, home: Path, arguments: Sequence[str] = ("--dev",), prelude: str = "") -> None:
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = home.parent / "serve.log"
-        self._command = [sys.executable, "-m", "trainsession.cli", "serve", "--dev", "--port", str(port)]
-        self._command += ["--home", str(home)]
+        run = ["-c", f"{prelude}\nfrom trainsession.cli import app\napp()"] if prelude else ["-m", "trainsession.cli"]
+        self._command = [sys.executable, *run, "serve", *arguments, "--port", str(port), "--home", str(home)]
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with self.log.open("ab") as log:
             return subprocess.Popen(self._command, stderr=log, stdout=log, env=environment)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -77,6 +94,12 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._process = self._start()
+
+    def restart(self) -> int:
+        """SIGTERM, and a new process; returns the old one's exit status."""
+        status = self.stop()
+        self._process = self._start()
+        return status
 
     def stop(self) -> int:
         self._process.send_signal(signal.SIGTERM)
@@ -134,7 +157,7 @@ def loop(url: str, model: str, on_start: Callable[[], None] = lambda: None) -> d
 
 def trials(home: Path, model: str, seeds: list[int], say: Callable[[str], None] = print) -> int:
     """Raises `AssertionError`, naming the seed, where a loop with kills came out otherwise. Returns the kills."""
-    kills = 0
+    kills, later = 0, list[float]()
     with served(home) as server:
         loop(server.url, model)
         started = time.monotonic()
@@ -145,15 +168,18 @@ def trials(home: Path, model: str, seeds: list[int], say: Callable[[str], None] 
             draw = random.Random(seed)
             delay, engine_too = draw.uniform(0, seconds), draw.random() < 0.5
             timer = threading.Timer(delay, lambda both=engine_too: server.kill(engine_too=both))
+            began = time.monotonic()
             try:
                 got = loop(server.url, model, timer.start)
             except ts.TrainSessionError as error:
                 raise AssertionError(f"seed {seed}, killed at {delay:.2f} s: the client saw {error!r}") from error
             timer.join()
+            later.append(max(0.0, time.monotonic() - began - seconds))
             kills += 1
             for name, value in expected.items():
                 assert got[name] == value, f"seed {seed}, killed at {delay:.2f} s: {name} differ"
             say(f"seed {seed}: killed{' with its engine' if engine_too else ''} at {delay:.2f} s: equal")
+    say(slower(later))
     return kills
 
 

@@ -123,6 +123,23 @@ def test_a_process_that_stops_answering_is_killed(tiny_model: Path) -> None:
     _with_engine(tiny_model, test, hang_seconds=3.0)
 
 
+def test_an_engine_whose_thread_hangs_is_killed_and_one_that_computes_is_not(tmp_path: Path, tiny_model: Path) -> None:
+    async def test(engine: EngineProcess) -> None:
+        await engine.call("add_adapter", "a", LORA)
+        data = [Datum([5 + i % 200 for i in range(400)], {"target_tokens": [6] * 400})] * 200
+        started = time.monotonic()
+        await engine.call("train", [TrainItem(adapter_id="a", data=data, loss_fn="cross_entropy")])
+        assert time.monotonic() - started > 2.5  # one call takes longer than it may be stuck
+        await asyncio.sleep(3)  # without work it is not stuck either
+        assert engine.alive
+        os.mkfifo(tmp_path / "config.json")  # who opens it for writing waits for a reader
+        with pytest.raises(EngineLost, match="got nothing done for 2 s"):
+            await engine.call("export_merged", "a", str(tmp_path))
+        assert not _running(engine.pid)
+
+    _with_engine(tiny_model, test, stuck_seconds=2.0)
+
+
 def test_a_host_starts_another_for_one_that_is_lost(tiny_model: Path) -> None:
     async def test() -> None:
         host = LocalHost(processes=True, device="cpu", dtype="float32")

@@ -40,6 +40,8 @@ Error = type[ts.TrainSessionError]
         ({"train_attn": False, "train_mlp": False}, ts.InvalidRequest, ("train_attn", "at least one")),
         ({"target_modules": []}, ts.InvalidRequest, ("target_modules", "empty")),
         ({"on_failure": "retry"}, ts.InvalidRequest, ("on_failure", "'continue' or 'skip'", "'retry'")),
+        ({"gap_timeout": 0}, ts.InvalidRequest, ("gap_timeout", "above 0", "None for ever", "got 0")),
+        ({"gap_timeout": "10"}, ts.InvalidRequest, ("gap_timeout", "'10'")),
         ({"tags": "mine"}, ts.InvalidRequest, ("tags", "list of strings")),
         ({"metadata": {"x": NAN}}, ts.InvalidRequest, ("metadata", "JSON")),
         ({"metadata": {"x": "y" * 20_000}}, ts.LimitExceeded, ("metadata", "max_metadata_bytes = 16384")),

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.server.conftest import Door
-from trainsession import SampledSequence, SamplingParams
+from trainsession import SampledSequence, SamplingParams, Usage
 
 MODEL = "tiny-llama"
 CHAT: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12 + 7?"}]
@@ -50,6 +50,10 @@ def put_together(chunks: list[ChatCompletionChunk]) -> dict[int, tuple[str, str,
     return {index: (texts[index], reason, logprobs[index]) for index, reason in reasons.items()}
 
 
+def prompts_of(usage: Usage) -> int:
+    return usage.prefill + usage.prefill_cached
+
+
 def test_an_answer_is_the_native_sample_of_the_same_seed(door: Door) -> None:
     before = door.metered()
     answer = ask(door, seed=5, max_tokens=12, n=3, logprobs=True, top_logprobs=2, temperature=0.9, top_p=0.95)
@@ -68,7 +72,7 @@ def test_an_answer_is_the_native_sample_of_the_same_seed(door: Door) -> None:
         for entry, row in zip(entries, sample.topk_logprobs, strict=True):
             assert [top.logprob for top in entry.top_logprobs] == [logprob for _, logprob in row]
     assert answer.usage is not None
-    assert answer.usage.prompt_tokens == metered.prefill - before.prefill
+    assert answer.usage.prompt_tokens == prompts_of(metered) - prompts_of(before)
     assert answer.usage.completion_tokens == metered.sample - before.sample == 36
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 36
 
@@ -89,7 +93,9 @@ def test_a_developer_is_the_system_and_parts_are_lines(door: Door) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     other = ask(door, messages=[{"role": "developer", "content": parts}, CHAT[1]], seed=3, max_tokens=6)
     assert plain.choices[0].message.content == other.choices[0].message.content
-    assert plain.usage == other.usage
+    assert plain.usage is not None
+    assert other.usage is not None
+    assert plain.usage.prompt_tokens == other.usage.prompt_tokens
 
 
 def test_a_message_cannot_end_its_own_turn(door: Door) -> None:
@@ -166,9 +172,14 @@ def test_a_stream_put_together_is_the_whole_answer(door: Door, fields: dict[str,
     *others, last = chunks
     assert all(chunk.usage is None and chunk.choices for chunk in others)
     assert last.choices == []
-    assert last.usage == whole.usage
     assert last.usage is not None
-    assert metered.prefill - before.prefill == last.usage.prompt_tokens
+    assert whole.usage is not None
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert prompts_of(metered) - prompts_of(before) == last.usage.prompt_tokens
+    cached = last.usage.prompt_tokens_details
+    assert cached is not None
+    assert metered.prefill_cached - before.prefill_cached == cached.cached_tokens == 32
     assert metered.sample - before.sample == last.usage.completion_tokens
     assert len({chunk.id for chunk in chunks}) == 1
     first = next(chunk.choices[0] for chunk in others if chunk.choices[0].index == 0)

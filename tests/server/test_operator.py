@@ -21,7 +21,7 @@ from tests.server.test_usage import train
 from tests.service.driver import PROJECT, Trainer, prompt, run, sample, serving, value
 from trainsession.errors import StorageError
 from trainsession.service import readiness, telemetry
-from trainsession.store.blobs import LocalBlobs
+from trainsession.store.blobs_local import LocalBlobs
 from trainsession.store.schema import ledger
 
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]

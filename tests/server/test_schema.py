@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,11 +62,14 @@ def home_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 schema = schemathesis.openapi.from_dict(create_app(ScriptedService(), authenticate=allow_all).openapi())
+CASES = int(os.environ.get("FUZZ_CASES", "300"))
+"""In all; `FUZZ_CASES=2000 pytest tests/server/test_schema.py` for more."""
+OPERATIONS = sum(len(path) for path in schema.raw_schema["paths"].values())
 
 
 @schema.parametrize()
 @hypothesis.settings(
-    max_examples=8,
+    max_examples=math.ceil(CASES / OPERATIONS),
     deadline=None,
     derandomize=True,
     database=None,

@@ -14,6 +14,7 @@ import numpy as np
 
 from bench.null_engine import MODEL, NullHost
 from tests.postgres import Databases
+from tests.s3 import BlobStores
 from trainsession.engine.api import EngineHost
 from trainsession.service.requests import CreateSession, OperationRequest, OperationResult, SampleRequest
 from trainsession.service.service import Service
@@ -25,6 +26,8 @@ PROJECT = "default"
 LORA = LoraConfig(rank=1, seed=7)
 databases = Databases()
 """Files, unless the test asked for `each_database`."""
+blobs = BlobStores()
+"""Directories, unless the test asked for `each_store`."""
 
 
 def database_of(home: Path) -> str | None:
@@ -40,7 +43,13 @@ def run(test: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:
 
 
 async def open_service(home: Path, host: EngineHost | None = None, **settings: Any) -> Service:
-    return await Service.open(home, host or NullHost(), database=database_of(home), settings=Settings(**settings))
+    return await Service.open(
+        home,
+        host or NullHost(),
+        database=database_of(home),
+        blobs=blobs.address(home),
+        settings=Settings(**settings),
+    )
 
 
 @asynccontextmanager

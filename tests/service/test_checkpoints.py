@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from pathlib import Path
 
 import pytest
 
 from bench.null_engine import MODEL, NullHost
+from tests.service import driver
 from tests.service.driver import PROJECT, Trainer, prompt, run, sample, serving, value
 from trainsession.engine import checkpoint as formats
 from trainsession.errors import (
@@ -21,12 +23,27 @@ from trainsession.errors import (
 )
 from trainsession.service.requests import CreateSession
 
-pytestmark = pytest.mark.usefixtures("each_database")
+pytestmark = pytest.mark.usefixtures("each_store")
 
 
 async def trained(trainer: Trainer, token: int = 4) -> None:
     await trainer.train([token])
     await trainer.step(1.0)
+
+
+def test_a_load_right_behind_its_save_waits_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            await trained(trainer)
+            put = service.store.blobs.put
+            monkeypatch.setattr(service.store.blobs, "put", lambda *args: (time.sleep(0.3), put(*args))[1])
+            await trainer.submit("save_state", params={"name": "a"})
+            await trained(trainer, 100)
+            await trainer.do("load_state", params={"path": f"ts://{trainer.id}/state/a", "optimizer": True})
+            assert await trainer.weight() == 4.0
+
+    run(test())
 
 
 def test_a_state_resumes_with_or_without_its_optimizer(tmp_path: Path) -> None:
@@ -126,16 +143,18 @@ def test_files_are_listed_checked_and_deleted(tmp_path: Path) -> None:
             files = await service.checkpoint_files(PROJECT, path)
             assert listed.size_bytes == sum(file["size"] for file in files)
             for file in files:
-                local = await service.read_checkpoint_file(PROJECT, path, file["name"])
-                assert hashlib.sha256(local.read_bytes()).hexdigest() == file["sha256"]
-                assert local.stat().st_mode & 0o777 == 0o600
+                with await service.read_checkpoint_file(PROJECT, path, file["name"]) as content:
+                    assert hashlib.sha256(content.read()).hexdigest() == file["sha256"]
             with pytest.raises(NotFound, match="no file"):
                 await service.read_checkpoint_file(PROJECT, path, "../service.db")
             with pytest.raises(NotFound):
                 await service.checkpoint_files("other", path)
             assert await service.list_checkpoints("other") == []
-            local = await service.read_checkpoint_file(PROJECT, path, formats.PEFT_WEIGHTS)
-            local.write_bytes(local.read_bytes()[:-1] + b"!")
+            with await service.read_checkpoint_file(PROJECT, path, formats.PEFT_WEIGHTS) as content:
+                weights = content.read()
+            directory = driver.blobs.directory(tmp_path)
+            (local,) = (file for file in directory.iterdir() if file.read_bytes() == weights)
+            local.write_bytes(weights[:-1] + b"!")
             with pytest.raises(StorageError, match="corrupt"):
                 await service.read_checkpoint_file(PROJECT, path, formats.PEFT_WEIGHTS)
             with pytest.raises(StorageError, match="corrupt"):
@@ -157,14 +176,15 @@ def test_a_ttl_ends_a_checkpoint_and_an_export_is_not_listed(tmp_path: Path) -> 
             merged = (await trainer.do("export", params={"merged": True}))["path"]
             assert {f["name"] for f in await service.checkpoint_files(PROJECT, adapter)} >= {formats.PEFT_WEIGHTS}
             (file,) = await service.checkpoint_files(PROJECT, merged)
-            assert (await service.read_checkpoint_file(PROJECT, merged, file["name"])).read_bytes() == b"0.0"
+            with await service.read_checkpoint_file(PROJECT, merged, file["name"]) as content:
+                assert content.read() == b"0.0"
             await asyncio.sleep(0.02)
             assert await service.list_checkpoints(PROJECT) == []
             with pytest.raises(NotFound):
                 await service.checkpoint_files(PROJECT, path)
-            before = len(list((tmp_path / "blobs").iterdir()))
+            before = len(driver.blobs.names(tmp_path))
             await service._janitor.round()
-            assert len(list((tmp_path / "blobs").iterdir())) < before
+            assert len(driver.blobs.names(tmp_path)) < before
             with pytest.raises(CheckpointMismatch, match="merged"):
                 await sample(service, {"path": merged}, prompt([1]))
 
@@ -179,7 +199,8 @@ def test_a_peft_adapter_is_imported(tmp_path: Path) -> None:
             path = (await trainer.do("save_weights"))["path"]
             files = {}
             for name in (formats.PEFT_CONFIG, formats.PEFT_WEIGHTS):
-                files[name] = (await service.read_checkpoint_file(PROJECT, path, name)).read_bytes()
+                with await service.read_checkpoint_file(PROJECT, path, name) as content:
+                    files[name] = content.read()
             imported = await service.import_adapter(PROJECT, MODEL, "mine", files)
             assert imported.path.endswith("/weights/mine")
             answer = await sample(service, {"path": imported.path}, prompt([1]))

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 
 from bench.null_engine import MODEL, NullHost
 from tests.service.driver import PROJECT, Trainer, datum, open_service, prompt, result, run, sample, serving, value
 from trainsession.errors import EngineError, IncompleteGradients, InvalidRequest, SnapshotLost
 from trainsession.service.service import Service
+from trainsession.store.schema import frozen_weights
 
-pytestmark = pytest.mark.usefixtures("each_database")
+pytestmark = pytest.mark.usefixtures("each_store")
 
 
 async def abandon(service: Service) -> None:
@@ -168,6 +170,31 @@ def test_frozen_weights_after_a_kill(tmp_path: Path, exact: bool) -> None:
             await service.close()
 
     run(test())
+
+
+def test_frozen_weights_that_were_written_before_a_kill_and_frozen_again_by_the_replay(tmp_path: Path) -> None:
+    """The kill came between the two rows of one capture: that of the frozen weights, and the snapshot's own."""
+
+    async def test() -> None:
+        service = await open_service(tmp_path)
+        trainer = await Trainer.create(service)
+        await trainer.train([5])
+        await trainer.step(1.0)
+        weights = (await trainer.do("snapshot"))["weights"]
+        lane = service._lanes.of(MODEL)
+        await lane.pool.save(await lane.engine())
+        await abandon(service)
+        async with serving(tmp_path, snapshot_every_operations=1) as service:
+            trainer = await Trainer.attach(service, trainer.id)
+            await trainer.train([7])
+            await value(service, await trainer.step(1.0))  # runs behind the replay, and behind its snapshots
+            answer = await sample(service, weights, prompt([1]))
+            assert answer["sequences"][0]["logprobs"][0] == -6.0
+            await service._janitor.round()
+            rows = sa.select(sa.func.count()).select_from(frozen_weights)
+            assert await service.store.read(lambda connection: connection.execute(rows).scalar()) == 1
+
+    run(test(), 20)
 
 
 def test_samples_that_were_not_drawn_are_drawn_by_the_next_process(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import sqlalchemy as sa
 from tests.service.driver import PROJECT, Trainer, database_of, datum, run, serving
 from trainsession.errors import Conflict, SequenceConflict
 from trainsession.service.bodies import pack_request
+from trainsession.service.endings import Ending
 from trainsession.service.keys import Keys
-from trainsession.service.log import Accepted, Charge, Ending, OperationLog
+from trainsession.service.log import Accepted, OperationLog
+from trainsession.service.prices import Charge, Quote
 from trainsession.service.projects import Projects
 from trainsession.service.requests import OperationRequest
 from trainsession.service.session import Session
@@ -24,6 +26,7 @@ from trainsession.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("each_database")
 WRITERS = 4
+FREE = Quote(currency="USD", prices={})
 
 
 @asynccontextmanager
@@ -142,11 +145,11 @@ def test_equal_samples_are_accepted_once(tmp_path: Path) -> None:
 
         async with stores(tmp_path) as all_stores:
             calls = [
-                OperationLog(store).accept_samples([sample(index) for index in range(3)])
+                OperationLog(store).accept_samples([sample(index) for index in range(3)], [FREE] * 3, False)
                 for store in all_stores
                 for _ in range(10)
             ]
-            earlier = await asyncio.gather(*calls)
+            earlier = [logged.earlier for logged in await asyncio.gather(*calls)]
             assert earlier.count(None) == 1
             assert len({tuple(ids) for ids in earlier if ids is not None}) == 1
             assert await rows(all_stores[0], COUNT) == 3

@@ -10,7 +10,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +22,8 @@ from alembic.migration import MigrationContext
 from sqlalchemy.exc import IntegrityError
 
 from tests.postgres import Databases, PostgresServer
-from trainsession.errors import IncompatibleVersion, ServiceUnavailable, StorageError
+from trainsession.errors import IncompatibleVersion, ServiceUnavailable
 from trainsession.store.backend import Address, Backend, backend_of, parse_address
-from trainsession.store.blobs import LocalBlobs
 from trainsession.store.database import Database, opened
 from trainsession.store.prepared import Prepared
 from trainsession.store.schema import SCHEMA_VERSION, meta, metadata, projects
@@ -237,54 +235,6 @@ def test_a_commit_of_a_server_is_durable_whatever_its_own_default(
 
     assert asyncio.run(test("off")) == ("on", "read committed")
     assert asyncio.run(test("remote_apply")) == ("remote_apply", "read committed")
-
-
-def test_blobs_are_private_checked_and_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blobs = LocalBlobs(tmp_path / "blobs")
-    blob = blobs.put("body", b"some bytes")
-    path = tmp_path / "blobs" / blob.name
-    assert blobs.get(blob.name, blob.sha256) == b"some bytes"
-    assert blobs.path(blob.name, blob.sha256) == path
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE((tmp_path / "blobs").stat().st_mode) == 0o700
-    assert blobs.fsyncs == 2
-    monkeypatch.setattr("trainsession.store.blobs.secrets.token_hex", lambda _: blob.name.removeprefix("body-"))
-    with pytest.raises(StorageError):
-        blobs.put("body", b"other bytes")
-    assert blobs.get(blob.name, blob.sha256) == b"some bytes"
-    path.write_bytes(b"some bytez")
-    with pytest.raises(StorageError, match="corrupt"):
-        blobs.get(blob.name, blob.sha256)
-    blobs.delete(blob.name)
-    with pytest.raises(StorageError):
-        blobs.get(blob.name, blob.sha256)
-
-
-def test_what_a_killed_process_left_aside_is_garbage_once_it_is_old(tmp_path: Path) -> None:
-    root = tmp_path / "blobs"
-    blobs = LocalBlobs(root)
-    for name in (".tmp-body-half", ".tmp-body-being-written"):
-        (root / name).write_bytes(b"half")
-    os.utime(root / ".tmp-body-half", (1.0, 1.0))
-    LocalBlobs(root)  # another server that starts on the same directory
-    assert list(blobs.older_than(3600.0)) == [".tmp-body-half"]
-    blobs.delete(".tmp-body-half")
-    assert os.listdir(root) == [".tmp-body-being-written"]
-
-
-def test_a_file_is_taken_over_from_another_file_system(tmp_path: Path) -> None:
-    """The directory of blobs may be a mount that several servers share; what is written before is on a local disk."""
-    elsewhere = Path("/dev/shm")
-    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("there is no second file system")
-    blobs = LocalBlobs(tmp_path / "blobs")
-    with tempfile.TemporaryDirectory(dir=elsewhere) as directory:
-        for path in (Path(directory) / "far", tmp_path / "near"):
-            path.write_bytes(b"merged weights")
-            blob = blobs.adopt("checkpoint", path)
-            assert not path.exists()
-            assert blobs.get(blob.name, blob.sha256) == b"merged weights"
-            assert (tmp_path / "blobs" / blob.name).stat().st_mode & 0o777 == 0o600
 
 
 def test_small_bytes_stay_in_their_row_and_large_ones_become_blobs(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"the trainsession command needs {error.name}: pip install 'trainsession[server]'")
 
 from .._version import __version__
+from .config import configuring
 from .doctor import diagnosis
 from .objects import objects
 from .serve import serving
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(serving)
+app.add_typer(configuring)
 app.add_typer(objects)
 app.add_typer(metering)
 app.add_typer(diagnosis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import sqlite3
 import tempfile
@@ -10,13 +11,15 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import typer
 
-from ..errors import TrainSessionError
-from ..transport.home import default_home, published
-from .output import AsJson, Home, print_json, print_table
+from ..errors import BlobsUnavailable, TrainSessionError
+from ..transport.home import published
+from .config import configured
+from .output import AsJson, BlobsUrl, DatabaseUrl, Home, errors_as_exit, print_json, print_table
 
 diagnosis = typer.Typer()
 
@@ -40,17 +43,24 @@ class Finding:
 
 
 @diagnosis.command()
-def doctor(home: Home = None, as_json: AsJson = False) -> None:
-    """Check home, disk, database, prices, models, device and clock; exit status 1 if something is wrong.
+def doctor(home: Home = None, database: DatabaseUrl = None, blobs: BlobsUrl = None, as_json: AsJson = False) -> None:
+    """Check home, disk, database, blobs, prices, models, device and clock; exit status 1 if something is wrong.
 
-    It changes nothing, and may run beside a service.
+    It leaves everything as it was, and may run beside a service.
 
     Example:
 
         trainsession doctor
     """
-    where = (home or default_home()).absolute()
-    findings = [_checked(check, where) for check in CHECKS]
+    with errors_as_exit():
+        chosen = configured(home=home, database=database, blobs=blobs)
+    where = chosen.home.absolute()
+    elsewhere: dict[Callable[[Path], Finding], Callable[[Path], Finding]] = {}
+    if chosen.database:
+        elsewhere[check_database] = partial(check_database_server, address=chosen.database)
+    if chosen.blobs:
+        elsewhere[check_blobs] = partial(check_bucket, address=chosen.blobs)
+    findings = [_checked(check, elsewhere.get(check, check), where) for check in CHECKS]
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -60,12 +70,12 @@ def doctor(home: Home = None, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _checked(check: Callable[[Path], Finding], home: Path) -> Finding:
+def _checked(named: Callable[[Path], Finding], check: Callable[[Path], Finding], home: Path) -> Finding:
     try:
         return check(home)
     except Exception as error:  # a doctor looks at broken things: any of them is a finding
         said = error.message if isinstance(error, TrainSessionError) else f"{type(error).__name__}: {error}"
-        name = check.__name__.removeprefix("check_").replace("_", " ")
+        name = named.__name__.removeprefix("check_").replace("_", " ")
         return Finding(name, False, said, "mend this, then run doctor again")
 
 
@@ -115,6 +125,58 @@ def check_blobs(home: Path) -> Finding:
     refused = _refuses_files(home / "blobs")
     do = "" if refused is None else "make it writable for this user"
     return Finding("blobs", refused is None, refused or "writable", do)
+
+
+def check_database_server(home: Path, address: str) -> Finding:
+    """Writes a row, reads it back, and takes it away, in one transaction."""
+    import sqlalchemy as sa
+
+    from ..store.backend import backend_of, parse_address
+    from ..store.schema import SCHEMA_VERSION, meta
+    from ..store.upgrade import schema_of
+
+    backend = backend_of(parse_address(home, address))
+    key = f"doctor/{secrets.token_hex(8)}"
+    engine = backend.engine("migrate")
+    try:
+        schema = schema_of(backend)
+        if schema is None:
+            return Finding("database", True, f"{backend.name}: empty, filled by the first command that uses it")
+        if schema > SCHEMA_VERSION:
+            newer = f"{backend.name}: schema {schema}, this version knows {SCHEMA_VERSION}"
+            return Finding("database", False, newer, "install the newer trainsession that wrote it")
+        if schema < SCHEMA_VERSION:
+            return Finding("database", False, f"{backend.name}: schema {schema}", "trainsession db upgrade")
+        with engine.begin() as connection:
+            connection.execute(sa.insert(meta).values(key=key, value="probe"))
+            found = connection.execute(sa.select(meta.c.value).where(meta.c.key == key)).scalar()
+            connection.execute(sa.delete(meta).where(meta.c.key == key))
+    except (*backend.errors, TrainSessionError) as error:
+        said = error if isinstance(error, TrainSessionError) else backend.translate(error, "written")
+        do = "start the server; correct the address, the user, its password (PGPASSWORD, ~/.pgpass) or its rights"
+        return Finding("database", False, f"{backend.name}: {said}", do)
+    finally:
+        engine.dispose()
+    if found != "probe":
+        return Finding("database", False, f"{backend.name}: another value came back than was written", "restore it")
+    return Finding("database", True, f"{backend.name}: schema {schema}, written and read")
+
+
+def check_bucket(home: Path, address: str) -> Finding:
+    """Writes an object, reads it back, and deletes it."""
+    from ..store.blobs import blobs_of, parse_blobs
+
+    try:
+        blobs = blobs_of(parse_blobs(home, address), home / "tmp")
+        blob = blobs.put("doctor", b"probe")
+        blobs.get(blob.name, blob.sha256)
+        blobs.delete(blob.name)
+    except BlobsUnavailable as error:
+        do = "start the store, or correct AWS_ENDPOINT_URL_S3, AWS_REGION and the network between"
+        return Finding("blobs", False, error.message, do)
+    except TrainSessionError as error:
+        return Finding("blobs", False, error.message, "as it says; then run doctor again")
+    return Finding("blobs", True, f"{blobs.name}: written, read and deleted")
 
 
 def check_service(home: Path) -> Finding:

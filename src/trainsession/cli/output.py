@@ -30,8 +30,16 @@ DatabaseUrl = Annotated[
     str | None,
     typer.Option(
         "--database",
-        help="PostgreSQL database, as postgresql://user@host/name; default: a file in the home.",
-        envvar="TRAINSESSION_DATABASE_URL",
+        help="PostgreSQL database, as postgresql://user@host/name; default: TRAINSESSION_DATABASE_URL, else a file "
+        "in the home.",
+    ),
+]
+BlobsUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--blobs",
+        help="Checkpoints and large bodies, as s3://bucket/prefix; default: TRAINSESSION_BLOBS, else a directory "
+        "in the home.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

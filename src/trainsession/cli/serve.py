@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated, Literal
 
 import typer
 
-from ..transport.home import default_home
-from .output import DatabaseUrl, Home, errors_as_exit, stderr
+from .config import Advertise, ConfigFile, Dev, Host, LogFormat, Port
+from .configuration import load
+from .output import BlobsUrl, DatabaseUrl, Home, errors_as_exit, stderr
 
 serving = typer.Typer()
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-DEFAULT_PORT = 8765
 
 
 @serving.command()
 def serve(
-    dev: Annotated[bool, typer.Option("--dev", help="Without keys, on this machine only.")] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = DEFAULT_PORT,
+    dev: Dev = None,
+    host: Host = None,
+    port: Port = None,
     home: Home = None,
     database: DatabaseUrl = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            help="URL at which other servers on the same database reach this one.", envvar="TRAINSESSION_ADVERTISE"
-        ),
-    ] = None,
-    log_format: Annotated[
-        Literal["json", "text"] | None,
-        typer.Option(help="Of the log on stderr; default: text on a terminal, else json."),
-    ] = None,
+    blobs: BlobsUrl = None,
+    advertise: Advertise = None,
+    log_format: LogFormat = None,
+    config: ConfigFile = None,
 ) -> None:
     """Serve the models of this machine until Ctrl-C. Clients need an API key (`trainsession keys`).
 
@@ -43,13 +36,16 @@ def serve(
 
         trainsession serve --dev
 
-        trainsession serve --database postgresql://trainsession@db-host/trainsession
+        trainsession serve --database postgresql://trainsession@db-host/trainsession --blobs s3://bucket/prefix
 
         trainsession serve --host 0.0.0.0 --database postgresql://... --advertise http://10.0.0.7:8765
     """
-    if dev and host not in LOOPBACK:
+    given = {"dev": dev, "host": host, "port": port, "home": home, "database": database, "blobs": blobs}
+    with errors_as_exit():
+        chosen = load({**given, "advertise": advertise, "log_format": log_format}, config).values
+    if chosen.dev and chosen.host not in LOOPBACK:
         raise typer.BadParameter(
-            f"{host} can be reached from other machines, and --dev asks for no key; "
+            f"{chosen.host} can be reached from other machines, and --dev asks for no key; "
             f"use one of {', '.join(LOOPBACK)} (and an SSH tunnel from elsewhere)",
             param_hint="--host",
         )
@@ -58,16 +54,27 @@ def serve(
             "several servers share a PostgreSQL database; this one has a file of its home", param_hint="--advertise"
         )
     from ..transport import foreground, logs
+    from ..transport.embedded import engine_processes
 
-    chosen = log_format or ("text" if sys.stderr.isatty() else "json")
+    form = chosen.log_format or ("text" if sys.stderr.isatty() else "json")
     console, log = stderr(), logging.getLogger("trainsession.serve")
 
     def say(text: str) -> None:
-        if chosen == "json":
+        if form == "json":
             log.info("%s", text.strip())
         else:
             console.print(text, markup=False)
 
-    with errors_as_exit(), logs.to_stderr(chosen):
-        where = (home or default_home()).absolute()
-        foreground.serve(host, port, where, say, with_keys=not dev, database=database, advertise=advertise)
+    with errors_as_exit(), logs.to_stderr(form):
+        foreground.serve(
+            chosen.host,
+            chosen.port,
+            chosen.home.absolute(),
+            say,
+            with_keys=not chosen.dev,
+            database=chosen.database,
+            blobs=chosen.blobs,
+            advertise=chosen.advertise,
+            settings=chosen.service,
+            open_host=lambda: engine_processes(chosen.model_cache),
+        )

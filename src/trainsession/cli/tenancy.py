@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -13,17 +14,21 @@ import typer
 
 from ..errors import InvalidRequest
 from ..limits import PROJECT_LIMITS
-from ..transport.home import default_home
+from .config import configured
 from .output import AsJson, DatabaseUrl, Home, errors_as_exit, print_json, print_rows, stderr
 
 if TYPE_CHECKING:
+    from ..service.budgets import Budgets
     from ..service.keys import Keys
     from ..service.projects import Projects
 
 T = TypeVar("T")
+PeriodName = Literal["total", "month"]
 ScopeName = Literal["full", "sample", "read", "operator"]
 
-projects = typer.Typer(help="Projects, and what each may use at once.", no_args_is_help=True)
+_BUDGET = ("budget", "spent", "reserved", "left", "currency", "period", "resets_at")
+
+projects = typer.Typer(help="Projects, what each may use at once, and what it may spend.", no_args_is_help=True)
 keys = typer.Typer(help="API keys of projects.", no_args_is_help=True)
 db = typer.Typer(help="The database of a home.", no_args_is_help=True)
 
@@ -41,7 +46,8 @@ def upgrade_database(home: Home = None, database: DatabaseUrl = None) -> None:
     from ..store.upgrade import prepare
 
     with errors_as_exit():
-        backend = backend_of(parse_address((home or default_home()).absolute(), database))
+        where = configured(home=home, database=database)
+        backend = backend_of(parse_address(where.home.absolute(), where.database))
         before = prepare(backend, upgrade=True)
     change = f"at {SCHEMA_VERSION} already" if before == SCHEMA_VERSION else f"{before or 'empty'} -> {SCHEMA_VERSION}"
     stderr().print(f"schema of {backend.name}: {change}", markup=False, highlight=False)
@@ -69,18 +75,75 @@ def create_project(
 
 @projects.command("list")
 def list_projects(home: Home = None, database: DatabaseUrl = None, as_json: AsJson = False) -> None:
-    """List the projects and their limits.
+    """List the projects, their limits and budgets.
 
     Example:
 
         trainsession projects list
     """
     found = _of_projects(home, database, lambda of: of.list(), create=False)
+    budgets = _of_budgets(home, database, lambda of: of.all())
+    none = dict.fromkeys(_BUDGET)
+    of_project = {name: budget.to_wire() for name, budget in budgets.items()}
     if as_json:
-        print_json([project.to_wire() for project in found])
+        print_json([{**project.to_wire(), "budget": of_project.get(project.project)} for project in found])
     else:
-        rows = [{"project": project.project, "created_at": project.created_at, **project.limits} for project in found]
-        print_rows(rows, ("project", "created_at", *PROJECT_LIMITS), as_json)
+        rows = [
+            {"project": project.project, "created_at": project.created_at, **project.limits}
+            | of_project.get(project.project, none)
+            for project in found
+        ]
+        print_rows(rows, ("project", "created_at", *_BUDGET, *PROJECT_LIMITS), as_json)
+
+
+@projects.command("set-budget")
+def set_budget(
+    project: Annotated[str, typer.Argument(help="Name of the project.")],
+    amount: Annotated[str, typer.Argument(help="In the currency of the price table, for example 250 or 0.5.")],
+    per: Annotated[
+        PeriodName, typer.Option(help="total: of everything ever; month: of each calendar month (UTC).")
+    ] = "total",
+    currency: Annotated[str | None, typer.Option(help="Default: that of the home's price table.")] = None,
+    home: Home = None,
+    database: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bound what a project may spend, in force at once: what runs ends, what does not fit any more is refused.
+
+    Example:
+
+        trainsession projects set-budget alignment 250 --per month
+    """
+    from ..service.prices import PriceTable
+
+    with errors_as_exit():
+        bound = _amount(amount)
+        unit = currency or PriceTable.of_home(configured(home=home, database=database).home.absolute()).currency
+    budget = _of_budgets(home, database, lambda of: of.set(project, bound, unit, per))
+    if as_json:
+        print_json({"project": project, **budget.to_wire()})
+    else:
+        print_rows([{"project": project, **budget.to_wire()}], ("project", *_BUDGET), as_json)
+
+
+@projects.command("clear-budget")
+def clear_budget(
+    project: Annotated[str, typer.Argument(help="Name of the project.")],
+    home: Home = None,
+    database: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a project spend without a bound again.
+
+    Example:
+
+        trainsession projects clear-budget alignment
+    """
+    had_one = _of_budgets(home, database, lambda of: of.clear(project))
+    if as_json:
+        print_json({"project": project, "cleared": had_one})
+    else:
+        stderr().print(f"project {project} has no budget{'' if had_one else ', and had none'}", markup=False)
 
 
 @projects.command("set-limit")
@@ -199,8 +262,22 @@ def _of_projects(
         from ..service.projects import Projects
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute(), database, create=create) as opening:
+        where = configured(home=home, database=database)
+        async with opened(where.home.absolute(), where.database, create=create) as opening:
             return await work(Projects(opening))
+
+    with errors_as_exit():
+        return asyncio.run(run())
+
+
+def _of_budgets(home: Path | None, database: str | None, work: Callable[[Budgets], Coroutine[Any, Any, T]]) -> T:
+    async def run() -> T:
+        from ..service.budgets import Budgets
+        from ..store.database import opened
+
+        where = configured(home=home, database=database)
+        async with opened(where.home.absolute(), where.database, create=False) as opening:
+            return await work(Budgets(opening))
 
     with errors_as_exit():
         return asyncio.run(run())
@@ -217,11 +294,19 @@ def _of_keys(
         from ..service.keys import Keys
         from ..store.database import opened
 
-        async with opened((home or default_home()).absolute(), database, create=create) as opening:
+        where = configured(home=home, database=database)
+        async with opened(where.home.absolute(), where.database, create=create) as opening:
             return await work(Keys(opening))
 
     with errors_as_exit():
         return asyncio.run(run())
+
+
+def _amount(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        raise InvalidRequest(f"{text}: expected an amount of money, for example 250 or 0.5") from None
 
 
 def _limit(setting: str) -> tuple[str, int | None]:

@@ -58,4 +58,6 @@ def _print(report: UsageReport) -> None:
         row["engine_seconds"] = None if row["engine_seconds"] is None else f"{row['engine_seconds']:.1f}"
     print_table(rows, columns)
     share = f" ({report.busy_seconds / report.wall_seconds:.0%})" if report.wall_seconds else ""
+    if report.budget is not None:
+        stderr().print(str(report.budget), highlight=False)
     stderr().print(f"engine busy {report.busy_seconds:.1f} s of {report.wall_seconds:.1f} s{share}", highlight=False)

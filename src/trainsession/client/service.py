@@ -10,7 +10,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..errors import CheckpointMismatch, InvalidRequest, NotFound
-from ..types import BaseModel, Checkpoint, LoraConfig, SaveWeightsResponse, SessionInfo, UsageReport
+from ..types import (
+    GAP_TIMEOUT_SECONDS,
+    BaseModel,
+    Checkpoint,
+    LoraConfig,
+    SaveWeightsResponse,
+    SessionInfo,
+    UsageReport,
+    check_gap_timeout,
+)
 from . import checkpoint_files
 from .answers import read, read_session
 from .connection import Connection
@@ -97,6 +106,7 @@ class ServiceClient:
         metadata: Mapping[str, Any] | None = None,
         user_metadata: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "continue",
+        gap_timeout: float | None = GAP_TIMEOUT_SECONDS,
     ) -> TrainingClient:
         """A new session with a fresh LoRA adapter. The model is loaded by its first operation.
 
@@ -117,6 +127,8 @@ class ServiceClient:
             user_metadata: Tinker's and SageMaker's name of ``metadata``.
             on_failure: What becomes of operations queued behind one that failed: they run
                 (``continue``), or fail as `OperationSkipped` (``skip``).
+            gap_timeout: Seconds that operations wait for one with an earlier number that never reaches the
+                service; it then counts as one that failed. None: for ever.
 
         Raises:
             UnknownModel: names those that exist.
@@ -131,13 +143,8 @@ class ServiceClient:
             train_unembed=train_unembed,
             target_modules=None if target_modules is None else tuple(target_modules),
         )
-        return self._trainer(
-            {"base_model": model_name(base_model), "lora": lora.to_wire()},
-            name,
-            tags,
-            metadata or user_metadata,
-            on_failure,
-        )
+        body = {"base_model": model_name(base_model), "lora": lora.to_wire()}
+        return self._trainer(body, name, tags, metadata or user_metadata, on_failure, gap_timeout)
 
     def create_training_client_from_state(
         self,
@@ -148,6 +155,7 @@ class ServiceClient:
         metadata: Mapping[str, Any] | None = None,
         user_metadata: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "continue",
+        gap_timeout: float | None = GAP_TIMEOUT_SECONDS,
     ) -> TrainingClient:
         """A new session that starts from a checkpoint's weights, with a new optimizer.
 
@@ -156,9 +164,8 @@ class ServiceClient:
                 `create_lora_training_client`.
         """
         check_path(path)
-        return self._trainer(
-            {"from_checkpoint": path, "with_optimizer": False}, name, tags, metadata or user_metadata, on_failure
-        )
+        body = {"from_checkpoint": path, "with_optimizer": False}
+        return self._trainer(body, name, tags, metadata or user_metadata, on_failure, gap_timeout)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -169,6 +176,7 @@ class ServiceClient:
         metadata: Mapping[str, Any] | None = None,
         user_metadata: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "continue",
+        gap_timeout: float | None = GAP_TIMEOUT_SECONDS,
     ) -> TrainingClient:
         """A new session that continues a ``state`` checkpoint exactly, optimizer included.
 
@@ -176,9 +184,8 @@ class ServiceClient:
             CheckpointMismatch: the checkpoint holds no optimizer.
         """
         check_path(path)
-        return self._trainer(
-            {"from_checkpoint": path, "with_optimizer": True}, name, tags, metadata or user_metadata, on_failure
-        )
+        body = {"from_checkpoint": path, "with_optimizer": True}
+        return self._trainer(body, name, tags, metadata or user_metadata, on_failure, gap_timeout)
 
     def attach(self, session_id: str) -> TrainingClient:
         """Continue a session, from another process if need be, without losing or repeating a step.
@@ -343,11 +350,13 @@ class ServiceClient:
         tags: Sequence[str],
         metadata: Mapping[str, Any] | None,
         on_failure: OnFailure,
+        gap_timeout: float | None,
     ) -> TrainingClient:
         if isinstance(tags, str):
             raise InvalidRequest("tags: expected a list of strings, got one string", details={"key": "tags"})
         if on_failure not in ("continue", "skip"):
             raise InvalidRequest(f"on_failure: expected 'continue' or 'skip', got {on_failure!r}")
+        check_gap_timeout(gap_timeout)
         session, epoch = self._open_session(
             {
                 **body,
@@ -356,6 +365,7 @@ class ServiceClient:
                 "tags": list(tags),
                 "metadata": json_copy(dict(metadata or {}), "metadata"),
                 "on_failure": on_failure,
+                "gap_timeout": gap_timeout,
             }
         )
         return TrainingClient(self._connection, session, epoch, session.next_seq)

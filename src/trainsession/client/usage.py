@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..types import USAGE_GROUPS, Usage, UsageReport, UsageRow
+from ..types import USAGE_GROUPS, Budget, Usage, UsageReport, UsageRow
 from .answers import read
 
 When = float | datetime | str
@@ -47,12 +47,18 @@ def read_usage(body: Mapping[str, Any]) -> UsageReport:
             "by": tuple(body.get("by", ())),
             "rows": [_row(row) for row in body.get("rows", ())],
             "costs": {currency: Decimal(cost) for currency, cost in body.get("costs", {}).items()},
+            "budget": None if body.get("budget") is None else _budget(body["budget"]),
         },
     )
 
 
 def _row(body: Mapping[str, Any]) -> UsageRow:
     return read(UsageRow, {**body, "usage": read(Usage, body["usage"]), "cost": Decimal(body["cost"])})
+
+
+def _budget(body: Mapping[str, Any]) -> Budget:
+    money = {name: Decimal(body[name]) for name in ("spent", "reserved")}
+    return read(Budget, {**body, "amount": Decimal(body["budget"]), **money})
 
 
 def _seconds(key: str, when: When | None) -> float | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from .linear import MultiLoraLinear
     from .lora import Adapter
 
 
@@ -37,6 +38,14 @@ class Attention(Protocol):
 
         With a sliding ``window`` position i attends to i - window + 1 ... i.
         """
+        ...
+
+
+class RowAdapters(Protocol):
+    """Adapters of a pass by row, where segments would change its shapes (static decode steps)."""
+
+    def linear(self, layer: MultiLoraLinear, x: torch.Tensor) -> torch.Tensor:
+        """(..., K) -> (..., N): the layer with every row's own adapter."""
         ...
 
 
@@ -65,6 +74,8 @@ class PassContext:
     """A property of the kind of pass, never of its number of rows (DESIGN section 4, "Rounding")."""
     sampling: bool = False
     """A pass of the sampler: no gradient will be asked for, so layers may use repacked weights."""
+    row_adapters: RowAdapters | None = None
+    """Takes the place of the segments' adapters."""
     ready: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Outputs that a layer computed for its siblings: by name, what they are of and what they are."""
 

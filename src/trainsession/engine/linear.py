@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from . import context
+from . import activity, context
 from .context import DECODE_TILE
 from .products import PackedWeight, add_row_products, aligned, row_products
 
@@ -105,6 +105,7 @@ class _MultiLoraProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        activity.tick()
         x_TK, *saved = ctx.saved_tensors
         weights, flat = saved[: ctx.counts[0]], saved[ctx.counts[0] : sum(ctx.counts)]
         lows = iter(saved[sum(ctx.counts) :])
@@ -217,6 +218,8 @@ class MultiLoraLinear(nn.Module):
         current = context.maybe_current()
         if current is None:
             return self.base(x)
+        if current.row_adapters is not None:
+            return current.row_adapters.linear(self, x)
         ready = current.ready.pop(self.name, None)
         if ready is not None and ready[0] is x:
             return ready[1]
@@ -239,6 +242,7 @@ class MultiLoraLinear(nn.Module):
                 f"{self.name} got {x_TK.shape[0]} rows in a pass of {current.rows}: it does not see the "
                 "pass row by row, so it cannot have adapters"
             )
+        activity.tick()
         layers = [layer._frozen(current.sampling) for layer in self.siblings]
         return multi_lora_products(x_TK, layers, tile=current.tile if self.exact else None, rows=rows)
 

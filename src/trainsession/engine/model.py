@@ -25,9 +25,10 @@ from transformers.utils import logging as transformers_logging
 from ..errors import EngineError, InvalidRequest
 from . import context
 from .activations import ExactActivation
-from .context import PASS_TILE, PassContext, Segment
+from .context import PASS_TILE, PassContext, RowAdapters, Segment
 from .identity import weights_identity
 from .linear import LinearGroup, MultiLoraLinear
+from .norms import install_norms
 from .selfcheck import can_pack, check_against_transformers, find_inexact, plain_logits
 
 logger = logging.getLogger(__name__)
@@ -175,16 +176,22 @@ class LoadedModel:
         return output.last_hidden_state[0, :rows]
 
     def logits(
-        self, h_TE: torch.Tensor, segments: Sequence[Segment], *, tile: int = PASS_TILE, sampling: bool = False
+        self,
+        h_TE: torch.Tensor,
+        segments: Sequence[Segment],
+        *,
+        tile: int = PASS_TILE,
+        sampling: bool = False,
+        row_adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
         """Logits (T, V) in the model's dtype: unembedding with its LoRA, scaling and softcap.
 
         Args:
             h_TE: Any rows of `hidden`.
             segments: Whose rows those are, counted in ``h_TE``.
-            tile, sampling: As in `PassContext`.
+            tile, sampling, row_adapters: As in `PassContext`.
         """
-        with _running(PassContext(segments, _NoAttention(), tile, sampling)):
+        with _running(PassContext(segments, _NoAttention(), tile, sampling, row_adapters)):
             logits_TV = self._unembedding(h_TE)
         if self._logit_factor != 1.0:
             logits_TV = logits_TV * self._logit_factor
@@ -245,6 +252,8 @@ def load_model(
     causal.set_attn_implementation(ATTENTION)
     if causal.config.get_text_config()._attn_implementation != ATTENTION:
         raise EngineError(f"{name}: {type(causal).__name__} does not let its attention be replaced")
+    if on.type == "cpu":
+        install_norms(causal)
     model = LoadedModel(causal, name=name, path=path, identity=weights_identity(path), exact=False)
     check_against_transformers(model, expected)
     if exact or (exact is None and on.type == "cpu"):

@@ -261,9 +261,12 @@ class Trainer:
         finished = False
         try:
             yield
-            for run in runs:
+            for run, saved in zip(runs, before, strict=True):
                 if run.error is None:
                     run.error = self._find_non_finite(run)
+                if run.error is None:
+                    _open_window(run.adapter, saved)
+            # What needs memory is behind us: from here on nothing can fail.
             finished = True
         finally:
             for run, saved in zip(runs, before, strict=True):
@@ -273,8 +276,6 @@ class Trainer:
                         parameter.grad = old
                     else:
                         parameter.grad = new if old is None else old.add_(new)
-                if finished and run.error is None:
-                    _open_window(run.adapter)
 
     def _find_non_finite(self, run: Run) -> NonFinite | None:
         """The error of a run whose gradients are NaN or infinite though its loss is finite."""
@@ -299,8 +300,8 @@ def _versions(adapter: Adapter) -> list[int]:
     return [parameter._version for parameter in adapter.parameters()]
 
 
-def _open_window(adapter: Adapter) -> None:
+def _open_window(adapter: Adapter, before: Sequence[torch.Tensor | None]) -> None:
     """Gradients exist, if only zeros, once a backward succeeded: an optim_step may follow."""
-    for parameter in adapter.parameters():
-        if parameter.grad is None:
+    for parameter, old in zip(adapter.parameters(), before, strict=True):
+        if parameter.grad is None and old is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -11,6 +11,7 @@ import itertools
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -26,10 +27,16 @@ logger = logging.getLogger(__name__)
 
 HANG_SECONDS = 30.0
 """Without a sign of life for so long, the process is killed. A long computation gives signs."""
+STUCK_SECONDS = 1800.0
+"""An engine that has work and gets no layer, pass, step or call done for so long is killed: its thread hangs."""
 CLOSE_SECONDS = 30.0
 """For the running call to end; then the process is killed."""
 
 OnEvent = Callable[[SampleEvent], None]
+
+
+class _Stuck(Exception):
+    """The engine's thread hangs, though its process gives signs of life."""
 
 
 class EngineProcess:
@@ -38,17 +45,23 @@ class EngineProcess:
     Args:
         options: What to load.
         hang_seconds: See `HANG_SECONDS`.
+        stuck_seconds: See `STUCK_SECONDS`.
 
     Attributes:
         ready: The engine's info once it is loaded, or why it cannot be; `EngineLost` where the process ended first.
         pid: Of the process; 0 before it runs.
     """
 
-    def __init__(self, options: EngineOptions, hang_seconds: float = HANG_SECONDS) -> None:
+    def __init__(
+        self, options: EngineOptions, hang_seconds: float = HANG_SECONDS, stuck_seconds: float = STUCK_SECONDS
+    ) -> None:
         self.ready: Future[EngineInfo] = Future()
         self.pid = 0
         self._name = options.name
         self._hang_seconds = hang_seconds
+        self._stuck_seconds = stuck_seconds
+        self._progress: int | None = None
+        self._progressed_at = 0.0
         self._busy_seconds = 0.0
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -136,6 +149,8 @@ class EngineProcess:
                 async with asyncio.timeout(self._hang_seconds):
                     data = await read_frame(reader)
                 self._handle(decode(data))
+        except _Stuck:
+            reason = f"it had work and got nothing done for {self._stuck_seconds:g} s, and was killed"
         except TimeoutError:
             reason = f"it gave no sign of life for {self._hang_seconds:g} s and was killed"
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -164,10 +179,19 @@ class EngineProcess:
                 self._listeners.pop(event.request_id, None)
             if listener is not None:
                 listener(event)
+        elif kind == "beat":
+            self._beat(values[0])
         elif kind == "ready":
             self.ready.set_result(values[0])
         elif kind == "unloadable":
             self.ready.set_exception(values[0])
+
+    def _beat(self, progress: int | None) -> None:
+        now = time.monotonic()
+        if progress is None or progress != self._progress:
+            self._progress, self._progressed_at = progress, now
+        elif now - self._progressed_at > self._stuck_seconds:
+            raise _Stuck
 
     def _settle(self, number: int, value: Any, error: Exception | None) -> None:
         answer = self._calls.get(number)

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..engine import activity
 from ..engine.api import Engine, EngineInfo, SampleEvent, SampleItem
 from ..errors import EngineError, ServiceUnavailable, TrainSessionError
 
@@ -76,6 +77,7 @@ class EngineThread:
         self._inbox = _Inbox()
         self._listeners: dict[str, _Listener] = {}
         self._busy_seconds = 0.0
+        self._working = False
         self._sampler_error: TrainSessionError | None = None
         self._thread = threading.Thread(target=self._run, name=f"trainsession-engine:{name}", daemon=True)
         self._thread.start()
@@ -87,6 +89,11 @@ class EngineThread:
     @property
     def busy_seconds(self) -> float:
         return self._busy_seconds
+
+    @property
+    def working(self) -> bool:
+        """It runs a call or a decode step now."""
+        return self._working
 
     @property
     def alive(self) -> bool:
@@ -195,28 +202,27 @@ class EngineThread:
     def _run_call(self, engine: Engine, call: _Call) -> None:
         if call.result.cancelled():
             return
-        started = time.perf_counter()
+        started, self._working = time.perf_counter(), True
         try:
             value, error = getattr(engine, call.method)(*call.args, **call.kwargs), None
         except Exception as raised:
             value, error = None, _as_engine_error(raised, call.method)
         finally:
-            self._busy_seconds += time.perf_counter() - started
+            self._stopped(started)
         _post(call.loop, _settle, call.result, value, error)
 
     def _run_steps(self, engine: Engine) -> None:
         """Decode until a call has waited for its slice, or the engine is to close."""
         started, steps = time.perf_counter(), 0
         while self._samples(engine):
-            before = time.perf_counter()
+            before, self._working = time.perf_counter(), True
             try:
                 events = engine.step()
             except Exception as error:
                 self._fail_samples(engine, _as_engine_error(error, "step"))
                 return
             finally:
-                now = time.perf_counter()
-                self._busy_seconds += now - before
+                now = self._stopped(before)
             self._deliver(events)
             steps += 1
             inbox = self._inbox
@@ -224,6 +230,13 @@ class EngineThread:
                 return
             if inbox.calls and (steps >= SLICE_STEPS or now - started >= SLICE_SECONDS):
                 return
+
+    def _stopped(self, started: float) -> float:
+        """A call or a step ended; returns when."""
+        now, self._working = time.perf_counter(), False
+        self._busy_seconds += now - started
+        activity.tick()
+        return now
 
     def _fail_samples(self, engine: Engine, error: TrainSessionError) -> None:
         """A step failed as a whole: every running request gets the error, training goes on.

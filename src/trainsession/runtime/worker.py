@@ -14,6 +14,7 @@ import socket
 import sys
 from typing import Any
 
+from ..engine import activity
 from ..engine.api import SampleEvent
 from ..errors import TrainSessionError
 from .codec import decode, encode
@@ -22,7 +23,8 @@ from .host import EngineOptions, load_engine
 from .thread import EngineThread
 
 BEAT_SECONDS = 1.0
-"""Between two signs of life. They come from the event loop, which runs while the engine computes."""
+"""Between two signs of life. They come from the event loop, which runs while the engine computes, and say
+how far it got: None where it has nothing to do."""
 
 
 async def _serve(fd: int) -> None:
@@ -41,7 +43,7 @@ async def _serve(fd: int) -> None:
 
     async def beat() -> None:
         while True:
-            send("beat")
+            send("beat", activity.ticks() if engine.working else None)
             await asyncio.sleep(BEAT_SECONDS)
 
     async def call(number: int, method: str, args: list[Any], kwargs: dict[str, Any]) -> None:

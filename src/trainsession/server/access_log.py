@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.types import Scope
+
+from ..service import tracing
 
 log = logging.getLogger("trainsession.access")
 
@@ -26,9 +29,10 @@ def note(request: Request, operation_ids: Sequence[str]) -> None:
 
 
 def write(scope: Scope, status: int, started: float) -> None:
-    """Write the line of a request that began at ``started`` (`time.perf_counter`) and has ended."""
-    if not log.isEnabledFor(logging.INFO):
+    """Write the line, and the span, of a request that began at ``started`` (`time.perf_counter`) and has ended."""
+    if not log.isEnabledFor(logging.INFO) and not tracing.is_on():
         return
+    seconds = time.perf_counter() - started
     state: dict[str, Any] = scope.get("state", {})
     caller = state.get("caller")
     # Ids of a path are what the client wrote, which may be anything.
@@ -39,10 +43,11 @@ def write(scope: Scope, status: int, started: float) -> None:
         # Never the path itself: with no route behind it, it may hold anything, a key too.
         "route": state.get("route"),
         "status": status,
-        "ms": round((time.perf_counter() - started) * 1000, 2),
+        "ms": round(seconds * 1000, 2),
         "project": None if caller is None else caller.project,
         "operations": operations[:SHOWN_OPERATIONS],
         "more_operations": max(0, len(operations) - SHOWN_OPERATIONS),
     }
+    tracing.request(fields, seconds, Headers(scope=scope).get("traceparent"))
     shown = {key: value for key, value in fields.items() if value not in (None, [], 0)}
     log.info("%s %s %s", fields["method"], fields["route"] or "(no route)", status, extra={"fields": shown})

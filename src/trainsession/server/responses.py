@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
 
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -30,6 +31,7 @@ log = logging.getLogger("trainsession.server")
 OFF_LOOP_ABOVE = 1 << 18
 """Bodies above this many bytes are decoded on a worker thread, so that other calls go on."""
 RETRY_AFTER_SECONDS = 1
+_CHUNK = 1 << 20
 
 
 class MsgpackResponse(Response):
@@ -39,6 +41,18 @@ class MsgpackResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return content if isinstance(content, bytes) else pack(content)
+
+
+def file_response(file: BinaryIO) -> Response:
+    """A file's bytes; it is closed with the answer."""
+    size = os.fstat(file.fileno()).st_size
+
+    def chunks() -> Iterator[bytes]:
+        with file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
+
+    return StreamingResponse(chunks(), media_type="application/octet-stream", headers={"content-length": str(size)})
 
 
 async def unpack_body(data: bytes) -> Any:

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ..limits import LIMITS
 from ..service.requests import CreateSession, OperationKind, OperationState
-from ..types import USAGE_GROUPS, BaseModel, Checkpoint, LoraConfig, SessionInfo
+from ..types import GAP_TIMEOUT_SECONDS, USAGE_GROUPS, BaseModel, BudgetPeriod, Checkpoint, LoraConfig, SessionInfo
 
 
 class Request(PydanticModel):
@@ -84,6 +84,7 @@ class CreateSessionBody(JsonRequest):
     tags: list[str] = []
     metadata: dict[str, Any] = {}
     on_failure: Literal["continue", "skip"] = "continue"
+    gap_timeout: Annotated[float | None, Field(description="Seconds; null: for ever.")] = GAP_TIMEOUT_SECONDS
     from_checkpoint: str | None = None
     with_optimizer: bool = False
     idempotency_key: str = ""
@@ -196,6 +197,18 @@ class UsageRowBody(Answer):
     engine_seconds: float | None
 
 
+class BudgetBody(Answer):
+    """Money as exact decimals; ``reserved`` is the most that unfinished work can still cost."""
+
+    budget: str
+    spent: str
+    reserved: str
+    left: str
+    currency: str
+    period: BudgetPeriod
+    resets_at: float | None
+
+
 class UsageReportBody(Answer):
     total: UsageBody
     by_session: dict[str, UsageBody]
@@ -206,6 +219,7 @@ class UsageReportBody(Answer):
     by: list[str]
     rows: list[UsageRowBody]
     costs: dict[str, str]
+    budget: BudgetBody | None
 
 
 # --- msgpack bodies: their logical structure ------------------------------------------------

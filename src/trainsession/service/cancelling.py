@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from ..errors import Cancelled
-from .lane import Lane
 from .leases import Lease
-from .log import Ending, OperationLog
+from .log import OperationLog
 from .outcomes import Outcomes, unknown_operation
-from .requests import OperationResult
 from .samples import Samples
 from .session import Session
 from .sessions import Sessions
+from .submission import Submission
 
 
 class Cancelling:
@@ -23,14 +19,14 @@ class Cancelling:
         outcomes: Outcomes,
         sessions: Sessions,
         samples: Samples,
-        lane_of: Callable[[str], Lane],
+        submission: Submission,
     ) -> None:
         self._log = log
         self._lease = lease
         self._outcomes = outcomes
         self._sessions = sessions
         self._samples = samples
-        self._lane_of = lane_of
+        self._submission = submission
 
     async def cancel(self, project: str, operation_id: str) -> bool:
         """See `Service.cancel`."""
@@ -38,7 +34,7 @@ class Cancelling:
         if sample is not None:
             return sample
         for session in self._sessions.in_memory:
-            if session.project == project and await self._cancel(session, operation_id):
+            if session.project == project and await self._submission.cancel(session, operation_id):
                 return True
         found = await self._log.results(project, [operation_id])
         if operation_id not in found:
@@ -51,15 +47,4 @@ class Cancelling:
         """All of a session's that have not started."""
         for operation in list(session.pending.values()):
             if not operation.replay and operation.error is None:
-                await self._cancel(session, operation.id)
-
-    async def _cancel(self, session: Session, operation_id: str) -> bool:
-        for operation in session.pending.values():
-            if operation.id == operation_id and not operation.started and not operation.replay:
-                if operation.error is None:
-                    operation.error = Cancelled("cancelled before it started")
-                    await self._log.finish(Ending(operation_id=operation_id, state="cancelled", error=operation.error))
-                    self._outcomes.publish(OperationResult(operation_id, "cancelled", error=operation.error))
-                    self._lane_of(session.base_model).wake()
-                return isinstance(operation.error, Cancelled)
-        return False
+                await self._submission.cancel(session, operation.id)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import sqlalchemy as sa
 
@@ -202,11 +202,11 @@ class Checkpoints:
         row = await self.find(project, path)
         return [{key: file[key] for key in ("name", "size", "sha256")} for file in row.files]
 
-    async def file(self, project: str, path: str, name: str) -> Path:
+    async def file(self, project: str, path: str, name: str) -> BinaryIO:
         row = await self.find(project, path)
         for file in row.files:
             if file["name"] == name:
-                return await self._store.in_thread(self._store.blobs.path, file["blob"], file["sha256"])
+                return await self._store.in_thread(self._store.blobs.open, file["blob"], file["sha256"])
         raise NotFound(f"{path} has no file {name!r}; it has {', '.join(file['name'] for file in row.files)}")
 
     async def remove_expired(self) -> None:

@@ -11,11 +11,13 @@ import logging
 from collections.abc import Sequence
 
 from .. import wire
-from ..errors import StorageError
+from ..errors import StorageError, StorageUnavailable
 from ..store.store import Store
-from .log import Advance, Ending, OperationLog
+from .endings import Advance, Ending
+from .log import OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
+from .prices import Charge
 from .requests import OperationResult
 from .runner import Outcome, as_ours
 from .session import Operation, Session
@@ -53,9 +55,18 @@ class Completion:
             skipped: Operations behind it that end with it.
             advance: Where the session is after it.
         """
-        if outcome.later is not None:
+        if outcome.refund is not None:  # what it takes back must be in the ledger first
+            before = [task for seq, task in session.completions.items() if seq < operation.seq]
+            if before:
+                await asyncio.wait(before)
+        while outcome.later is not None:
             try:
                 outcome = await outcome.later()
+            except StorageUnavailable as error:  # it was accepted, so it waits and is not refused
+                logger.warning("what %s saves cannot be written yet: %s", operation.id, error.message)
+                if self.closing:
+                    return
+                await asyncio.sleep(self._settings.retry_seconds)
             except Exception as error:
                 outcome = Outcome(error=as_ours(error, operation.id))
         endings = [Ending(operation_id=other.id, state="failed", error=other.error) for other in skipped]
@@ -91,9 +102,13 @@ class Completion:
             await self._log.finish(ending, *endings)
             return OperationResult(operation.id, "failed", error=outcome.error)
         value = dict(outcome.value)
-        charged = {kind: count for kind, count in (outcome.tokens or {}).items() if count > 0}
+        charges: Sequence[Charge] = ()
+        currency = ""
         if outcome.tokens is not None:
-            value["usage"] = usage_to_wire(self._meter.prices.priced(session.base_model, outcome.tokens))
+            # One that an older version accepted has no quote.
+            quote = operation.quote or self._meter.prices.quote(session.base_model, {})
+            value["usage"] = usage_to_wire(quote.usage(outcome.tokens))
+            charges, currency = quote.charges(outcome.tokens), quote.currency
         packed = wire.pack(value)
         stored = await self._store.keep("result", packed)
         await self._log.finish(
@@ -101,10 +116,10 @@ class Completion:
                 operation_id=operation.id,
                 state="done",
                 result=stored,
-                charges=self._meter.charges(session.base_model, charged),
+                charges=charges,
                 payer=session.id,
                 base_model=session.base_model,
-                currency=self._meter.prices.currency,
+                currency=currency,
                 refund=outcome.refund,
                 advance=advance,
                 also=outcome.also,

@@ -133,6 +133,10 @@ class FrozenPool:
 
     def _insert(self, connection: sa.Connection, row: dict[str, object]) -> list[str]:
         """Add a row; returns the blobs of the session's least recently used surplus."""
+        same = sa.select(frozen_weights.c.id).where(frozen_weights.c.id == row["id"])
+        if connection.execute(same).first() is not None:
+            # Written before a crash, and frozen again by a replay from a snapshot that is older.
+            return [str(row["blob"])]
         connection.execute(sa.insert(frozen_weights).values(**row))
         surplus = connection.execute(
             sa.select(frozen_weights.c.id, frozen_weights.c.blob)

@@ -20,11 +20,17 @@ from .sessions import Sessions
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
-_ORPHAN_SECONDS = 3600.0
-"""A blob without a row is only then garbage; before, its row may be about to be written."""
 
 
 class Janitor:
+    """Goes round every ``janitor_seconds``.
+
+    Attributes:
+        orphan_seconds: A blob without a row is only then garbage; before, its row may be about to be written.
+    """
+
+    orphan_seconds = 3600.0
+
     def __init__(
         self,
         store: Store,
@@ -92,23 +98,24 @@ class Janitor:
         await self._store.drop_blobs(await self._store.write(write))
 
     async def _remove_orphans(self) -> None:
-        old = await self._store.in_thread(lambda: set(self._store.blobs.older_than(_ORPHAN_SECONDS)))
-        if not old:
-            return
+        await self._store.in_thread(self._store.blobs.forget_unfinished, self.orphan_seconds)
+        old = await self._store.in_thread(lambda: set(self._store.blobs.older_than(self.orphan_seconds)))
+        if old:
+            await self._store.drop_blobs(sorted(old - await self._store.read(self.used)))
 
-        def used(connection: sa.Connection) -> set[str]:
-            names: set[str] = set()
-            for column in (
-                operations.c.body_blob,
-                operations.c.result_blob,
-                internal_snapshots.c.blob,
-                frozen_weights.c.blob,
-            ):
-                names.update(connection.execute(sa.select(column).where(column.is_not(None))).scalars())
-            shared = sa.select(meta.c.value).where(meta.c.key == BLOBS_KEY)
-            names.update(value.split(" ")[0] for value in connection.execute(shared).scalars())
-            for files in connection.execute(sa.select(checkpoints.c.files)).scalars():
-                names.update(file["blob"] for file in files)
-            return names
-
-        await self._store.drop_blobs(sorted(old - await self._store.read(used)))
+    @staticmethod
+    def used(connection: sa.Connection) -> set[str]:
+        """Names of the blobs that rows refer to."""
+        names: set[str] = set()
+        for column in (
+            operations.c.body_blob,
+            operations.c.result_blob,
+            internal_snapshots.c.blob,
+            frozen_weights.c.blob,
+        ):
+            names.update(connection.execute(sa.select(column).where(column.is_not(None))).scalars())
+        shared = sa.select(meta.c.value).where(meta.c.key == BLOBS_KEY)
+        names.update(value.split(" ")[0] for value in connection.execute(shared).scalars())
+        for files in connection.execute(sa.select(checkpoints.c.files)).scalars():
+            names.update(file["blob"] for file in files)
+        return names

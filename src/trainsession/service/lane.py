@@ -11,26 +11,28 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
 from ..engine.api import EngineHandle, EngineHost, EngineInfo
-from ..errors import DatabaseUnavailable, EngineError, EngineLost, OperationSkipped, StorageError, TrainSessionError
+from ..errors import EngineError, EngineLost, StorageError, StorageUnavailable, TrainSessionError
 from ..store.schema import sessions
 from ..store.store import Store
+from . import tracing
 from .bodies import Body, parse_packed
 from .checkpoints import Checkpoints
 from .completion import Completion
+from .endings import Advance
 from .frozen import FrozenPool
-from .log import Advance, OperationLog
+from .gaps import Gaps
+from .log import OperationLog
 from .metering import Meter
 from .outcomes import Outcomes
 from .recovery import Recovery
 from .runner import Outcome, Runner, as_ours, is_pass, ready_of
 from .scheduler import Scheduler
-from .session import REPLAYED_KINDS, WINDOW_KINDS, Operation, Session
+from .session import REPLAYED_KINDS, Operation, Session
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,6 @@ class Lane:
         meter: Meter,
         checkpoints: Checkpoints,
         settings: Settings,
-        scratch: Path,
         on_loss: Callable[[str], None],
     ) -> None:
         self.base_model = base_model
@@ -64,9 +65,9 @@ class Lane:
         self._meter = meter
         self._checkpoints = checkpoints
         self._settings = settings
-        self._scratch = scratch
         self._on_loss = on_loss
         self._recovery = Recovery(store, checkpoints)
+        self._gaps = Gaps(store, outcomes)
         self._scheduler = Scheduler()
         self._sessions: dict[str, Session] = {}
         self._handle: EngineHandle | None = None
@@ -171,14 +172,27 @@ class Lane:
             await self._rewind_lost()
             if self._closing:
                 return
+            await self._gaps.give_up(list(self._sessions.values()))
             for session in list(self._sessions.values()):
                 self._pass_ended(session)
             picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := ready_of(s))])
             if not picked:
-                await self._wake.wait()
+                await self._woken()
                 continue
-            async with self._turn:
-                await self._execute([self._sessions[item.session] for item in picked if item.session in self._sessions])
+            try:
+                async with self._turn:
+                    await self._execute([s for item in picked if (s := self._sessions.get(item.session)) is not None])
+            except Exception:  # a fault of ours; with the lane every session of the model would stand still
+                logger.exception("the queue of %s met a fault and goes on", self.base_model)
+                await asyncio.sleep(self._settings.retry_seconds)
+
+    async def _woken(self) -> None:
+        """Wait until something became ready, or a missing number is to be given up."""
+        deadlines = [until for session in self._sessions.values() if (until := session.gap_until) is not None]
+        seconds = max(min(deadlines) - time.time(), self._settings.retry_seconds) if deadlines else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
 
     def _notice_loss(self) -> None:
         """If the engine is gone: so is what it held, and the sessions must start from their snapshots."""
@@ -208,7 +222,7 @@ class Lane:
         passed = 0
         while (operation := session.head) is not None:
             if operation.error is not None:
-                session.incomplete |= operation.kind in WINDOW_KINDS
+                session.lacks(operation)
             elif not (operation.replay and operation.kind not in REPLAYED_KINDS):
                 break
             session.passed(operation)
@@ -236,9 +250,8 @@ class Lane:
             operation.started = True
             try:
                 work.append((session, operation, await self._prepare(handle, session, operation)))
-            except DatabaseUnavailable as error:  # it was accepted, so it waits and is not refused
-                logger.warning("operation %s cannot be read yet: %s", operation.id, error.message)
-                operation.started, waiting = False, True
+            except StorageUnavailable as error:
+                waiting = self._wait(operation, error)
             except Exception as error:
                 self._end(session, operation, Outcome(error=as_ours(error, operation.id)), 0.0)
         if not work:
@@ -254,12 +267,22 @@ class Lane:
             for session in metered:
                 self._meter.leave(handle, session.project, session.id, self.base_model)
         seconds = time.monotonic() - started
+        tracing.engine([operation.id for _, operation, _ in work], self.base_model, seconds)
         for (session, operation, _), outcome in zip(work, outcomes, strict=True):
-            self._end(session, operation, outcome, seconds)
+            if isinstance(outcome.error, StorageUnavailable) and self._wait(operation, outcome.error):
+                await asyncio.sleep(self._settings.retry_seconds)
+            else:
+                self._end(session, operation, outcome, seconds)
         for session, operation, _ in work:
             await self._maybe_snapshot(handle, session)
             if operation.kind == "snapshot":
                 await self._shrink(handle)
+
+    def _wait(self, operation: Operation, error: StorageUnavailable) -> bool:
+        """It was accepted, so it waits for what it needs and is not refused."""
+        logger.warning("operation %s cannot be run yet: %s", operation.id, error.message)
+        operation.started = False
+        return True
 
     def _end(self, session: Session, operation: Operation, outcome: Outcome, seconds: float) -> None:
         """Settle an operation, or leave it to run again because the engine ended under it."""
@@ -300,7 +323,7 @@ class Lane:
             return [Outcome(error=as_ours(error, operation.id)) for _, operation, _ in work]
 
     def _runner(self, handle: EngineHandle) -> Runner:
-        return Runner(handle, self._checkpoints, self._log, self.pool, self._scratch)
+        return Runner(handle, self._checkpoints, self._log, self.pool, self._store.scratch)
 
     # --- what follows an operation -----------------------------------------------------------
 
@@ -320,8 +343,8 @@ class Lane:
             return
         skipped: list[Operation] = []
         if outcome.error is not None:
-            session.incomplete |= operation.kind in WINDOW_KINDS
-            skipped = self._skip_rest(session, operation)
+            session.lacks(operation)
+            skipped = session.skip_behind(operation)
         elif operation.kind == "optim_step":
             session.step = int(outcome.value["metrics"].get("step", session.step + 1))
             if operation.body is not None and operation.body.progress is not None:
@@ -336,17 +359,6 @@ class Lane:
             self._wake.set()
 
         task.add_done_callback(done)
-
-    def _skip_rest(self, session: Session, failed: Operation) -> list[Operation]:
-        if session.on_failure != "skip":
-            return []
-        skipped = [operation for operation in session.pending.values() if operation.error is None]
-        for operation in skipped:
-            operation.error = OperationSkipped(
-                f"skipped: operation {failed.seq} ({failed.kind}) of this session failed before it",
-                details={"failed_seq": failed.seq, "failed_operation": failed.id},
-            )
-        return skipped
 
     # --- snapshots ---------------------------------------------------------------------------
 
@@ -363,6 +375,8 @@ class Lane:
             await self._recovery.snapshot(handle, self.pool, session)
         except (StorageError, EngineLost) as error:
             logger.warning("no snapshot of session %s: %s", session.id, error.message)
+        except Exception:  # a replay is longer without it, and the queue must go on
+            logger.exception("no snapshot of session %s", session.id)
 
     async def _save(self, session: Session) -> None:
         await self._recovery.settled(session)

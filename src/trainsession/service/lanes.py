@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from ..engine.api import EngineHandle, EngineHost
 from ..store.store import Store
@@ -27,10 +26,9 @@ class Lanes:
         meter: Meter,
         checkpoints: Checkpoints,
         settings: Settings,
-        scratch: Path,
         on_loss: Callable[[str], None],
     ) -> None:
-        self._parts = (host, store, log, outcomes, meter, checkpoints, settings, scratch, on_loss)
+        self._parts = (host, store, log, outcomes, meter, checkpoints, settings, on_loss)
         self._lanes: dict[str, Lane] = {}
 
     def of(self, base_model: str) -> Lane:

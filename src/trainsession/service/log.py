@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from .. import wire
-from ..errors import NotFound, SequenceConflict, SessionClosed, SessionFenced, TrainSessionError, from_wire
+from ..errors import (
+    BudgetExceeded,
+    NotFound,
+    SequenceConflict,
+    SessionClosed,
+    SessionFenced,
+    TrainSessionError,
+    from_wire,
+)
 from ..store.prepared import Prepared
-from ..store.schema import json_type, ledger, operations, sessions
+from ..store.schema import budgets, json_type, operations, sessions
 from ..store.store import Store, Stored
 from .bodies import Body, parse_packed
+from .budgets import HAS_BUDGET, hold, hold_one
+from .endings import Ending
 from .ids import new_id
-from .requests import OperationRequest, OperationResult, OperationState
-from .session import Session
+from .ledger import settle
+from .prices import Quote
+from .requests import OperationRequest, OperationResult
+from .session import MISSING, Session
 
 SAMPLE = "sample"
 """Kind and idempotency scope of samples."""
@@ -25,49 +37,20 @@ SAMPLE = "sample"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """``new`` is False for a retry of something that the log already holds."""
+    """``new`` is False for a retry of something that the log already holds; ``error`` is why it was refused."""
 
     operation_id: str
     seq: int
     new: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Charge:
-    """Tokens of one kind and their price at this moment (`trainsession.service.prices`)."""
-
-    kind: str
-    tokens: int
-    price: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advance:
-    """What `sessions` says of a session behind an operation."""
-
-    step: int
-    progress: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How an operation ended. Everything here commits in one transaction, or not at all."""
-
-    operation_id: str
-    state: OperationState
-    result: Stored | None = None
     error: TrainSessionError | None = None
-    charges: Sequence[Charge] = ()
-    payer: str = ""
-    """Session id of the ledger rows."""
-    base_model: str = ""
-    currency: str = ""
-    refund: str | None = None
-    """An operation whose ledger rows are taken back, by rows of this one."""
-    advance: Advance | None = None
-    """Where the session stands behind this operation; None for one that the session has yet to pass."""
-    also: Callable[[sa.Connection], None] | None = None
-    """Another row that must exist exactly if this operation is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedSamples:
+    """Of a retry the ids of its first time, ``earlier``, in its order; else those that were ``refused``."""
+
+    earlier: list[str] | None
+    refused: set[str]
 
 
 class OperationLog:
@@ -80,9 +63,11 @@ class OperationLog:
         request: OperationRequest,
         body: Stored,
         tokens: int,
+        quote: Quote | None = None,
         error: TrainSessionError | None = None,
     ) -> Accepted:
-        """Log a training operation; with ``error`` as one that was refused and failed at once.
+        """Log a training operation; with ``error``, or where the budget does not hold its ``quote``, as one that
+        was refused and failed at once.
 
         Raises:
             SessionFenced, SessionClosed: as of the moment of the transaction.
@@ -93,9 +78,9 @@ class OperationLog:
             found = _FIND.rows(
                 connection, {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
             )
-            state, epoch, next_seq, *_ = found[0]
+            state, epoch, next_seq, has_budget, *_ = found[0]
             _check_open(state, epoch, request.epoch)
-            same = [_Logged(*row[3:]) for row in found if row[3] is not None]
+            same = [_Logged(*row[4:]) for row in found if row[4] is not None]
             for old in same:
                 _check_same(old, request, body.sha256)
             if same:
@@ -105,6 +90,9 @@ class OperationLog:
                 last = connection.execute(_LAST, {"session": session.id}).scalar() or 0
                 seq = max(last + 1, next_seq)
             now = time.time()
+            refused = error
+            if error is None and quote is not None and has_budget:
+                refused = hold_one(connection, session.project, quote, now)
             values: dict[str, Any] = {
                 "id": new_id("op"),
                 "project": session.project,
@@ -114,28 +102,33 @@ class OperationLog:
                 "scope": session.id,
                 "idempotency_key": request.idempotency_key or None,
                 "weights": None,
-                "state": "queued" if error is None else "failed",
+                "state": "queued" if refused is None else "failed",
                 "tokens": tokens,
+                "quote": None if quote is None or refused is not None else quote.to_row(),
                 "created_at": now,
-                "finished_at": None if error is None else now,
-                "error": None if error is None else error.to_wire(),
+                "finished_at": None if refused is None else now,
+                "error": None if refused is None else refused.to_wire(),
                 **body.columns("body"),
             }
             _INSERT.run(connection, values)
-            return Accepted(operation_id=values["id"], seq=seq, new=True)
+            return Accepted(operation_id=values["id"], seq=seq, new=True, error=refused)
 
         return await self._store.write(write)
 
-    async def accept_samples(self, rows: Sequence[Mapping[str, Any]]) -> list[str] | None:
-        """Log samples, all or none; None when the first one's idempotency key is new.
+    async def accept_samples(
+        self, rows: Sequence[Mapping[str, Any]], quotes: Sequence[Quote], whole: bool
+    ) -> AcceptedSamples:
+        """Log samples, all of them in one commit; those that the budget does not hold as failed.
 
-        Returns the ids of the earlier request with that key, in its order.
+        Args:
+            whole: Log none where one does not fit.
 
         Raises:
-            SequenceConflict: that request was another one.
+            SequenceConflict: the first one's idempotency key was used for other samples.
+            BudgetExceeded: none fits, or not all of a ``whole``; nothing was logged.
         """
 
-        def write(connection: sa.Connection) -> list[str] | None:
+        def write(connection: sa.Connection) -> AcceptedSamples | BudgetExceeded:
             keys = [row["idempotency_key"] for row in rows if row["idempotency_key"]]
             if keys:
                 old = connection.execute(
@@ -144,24 +137,31 @@ class OperationLog:
                     .where(operations.c.idempotency_key.in_(keys))
                 ).all()
                 if old:
-                    return _same_samples(rows, {row.idempotency_key: row for row in old})
-            connection.execute(sa.insert(operations), list(rows))
-            return None
+                    return AcceptedSamples(_same_samples(rows, {row.idempotency_key: row for row in old}), set())
+            held = hold(connection, rows, quotes, whole)
+            if isinstance(held, BudgetExceeded):
+                return held
+            logged, refused = held
+            connection.execute(sa.insert(operations), logged)
+            return AcceptedSamples(None, refused)
 
-        return await self._store.write(write)
+        accepted = await self._store.write(write)
+        if isinstance(accepted, BudgetExceeded):
+            raise accepted
+        return accepted
 
     async def knows(self, session: Session, request: OperationRequest) -> bool:
         """Whether the number or the key stands for an operation already."""
         call = {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
         found = await self._store.read(lambda connection: _FIND.rows(connection, call))
-        return any(row[3] is not None for row in found)
+        return any(row[4] is not None for row in found)
 
     async def finish(self, *endings: Ending) -> None:
         """Commit how operations ended, with their ledger rows and their session's advance."""
 
         def write(connection: sa.Connection) -> None:
             for ending in endings:
-                _finish(connection, ending)
+                end(connection, ending)
 
         await self._store.write(write)
 
@@ -212,6 +212,11 @@ class OperationLog:
             return OperationResult(row.id, "failed", error=gone)
         return OperationResult(row.id, "done", wire.unpack(await self._store.load(Stored.of_row(row, "result"))))
 
+    async def mark_cancelled(self, operation_id: str) -> None:
+        """A running sample is to stop; durable when this returns. Of one that has ended nothing changes."""
+        call = {"operation": operation_id, "now": time.time()}
+        await self._store.write(lambda connection: _MARK_CANCELLED.run(connection, call))
+
     def acknowledge(self, project: str, ids: Sequence[str]) -> None:
         """The client has these; a result that is acknowledged is deleted an hour later."""
         if ids:
@@ -233,13 +238,22 @@ class _Logged:
 
 _INSERT = Prepared(
     sa.insert(operations),
-    [c.name for c in operations.c if c.name not in ("acked_at", "owner") and not c.name.startswith("result")],
+    [
+        column.name
+        for column in operations.c
+        if column.name not in ("acked_at", "cancelled_at", "owner") and not column.name.startswith("result")
+    ],
 )
 _ACKNOWLEDGE = Prepared(
     sa.update(operations)
     .where(operations.c.id == sa.bindparam("operation"), operations.c.project == sa.bindparam("of"))
     .where(operations.c.finished_at.is_not(None), operations.c.acked_at.is_(None))
     .values(acked_at=sa.bindparam("now"))
+)
+_MARK_CANCELLED = Prepared(
+    sa.update(operations)
+    .where(operations.c.id == sa.bindparam("operation"), operations.c.state == sa.literal_column("'queued'"))
+    .values(cancelled_at=sa.bindparam("now"))
 )
 # Both halves of the OR are unique keys: SQLite looks each up. With the session's id alone beside the
 # idempotency key it read the whole session for every operation.
@@ -248,6 +262,7 @@ _FIND = Prepared(
         sessions.c.state,
         sessions.c.epoch,
         sessions.c.next_seq,
+        HAS_BUDGET.where(budgets.c.project == sessions.c.project).scalar_subquery(),
         operations.c.id,
         operations.c.seq,
         operations.c.body_sha256,
@@ -279,10 +294,15 @@ _FINISH = Prepared(
         result_sha256=sa.bindparam("new_sha256"),
         result_blob=sa.bindparam("new_blob"),
     )
-    .returning(operations.c.session_id, operations.c.seq, operations.c.project)
+    .returning(
+        operations.c.session_id,
+        operations.c.seq,
+        operations.c.project,
+        sa.type_coerce(operations.c.quote, sa.String),
+        HAS_BUDGET.where(budgets.c.project == operations.c.project).scalar_subquery(),
+    )
 )
 
-_CHARGE = Prepared(sa.insert(ledger), [column.name for column in ledger.c if column.name != "id"])
 _ADVANCE = Prepared(
     sa.update(sessions)
     .where(sessions.c.id == sa.bindparam("session"), sessions.c.next_seq <= sa.bindparam("seq"))
@@ -295,7 +315,8 @@ _ADVANCE = Prepared(
 )
 
 
-def _finish(connection: sa.Connection, ending: Ending) -> None:
+def end(connection: sa.Connection, ending: Ending) -> None:
+    """Write how an operation ended, unless it had ended before."""
     now = time.time()
     stored = ending.result
     found = _FINISH.rows(
@@ -310,29 +331,11 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
             "new_blob": None if stored is None else stored.blob,
         },
     )
-    if not found:  # it had ended before: one end each, so nothing is metered twice
+    if not found:  # one end each, so nothing is metered twice
         return
-    session_id, seq, project = found[0]
-    if ending.charges:
-        _CHARGE.run(
-            connection,
-            *(
-                {
-                    "project": project,
-                    "session_id": ending.payer,
-                    "operation_id": ending.operation_id,
-                    "base_model": ending.base_model,
-                    "kind": charge.kind,
-                    "tokens": charge.tokens,
-                    "price": charge.price,
-                    "currency": ending.currency,
-                    "created_at": now,
-                }
-                for charge in ending.charges
-            ),
-        )
-    if ending.refund is not None:
-        _refund(connection, ending, now)
+    session_id, seq, project, quote, has_budget = found[0]
+    if ending.charges or ending.refund is not None or (quote is not None and has_budget):
+        settle(connection, ending, project, quote, has_budget=bool(has_budget), now=now)
     if ending.advance is not None:
         # Of two operations whose results are written in the other order, the later one's state stays.
         _ADVANCE.run(
@@ -348,18 +351,6 @@ def _finish(connection: sa.Connection, ending: Ending) -> None:
         )
     if ending.also is not None:
         ending.also(connection)
-
-
-def _refund(connection: sa.Connection, ending: Ending, now: float) -> None:
-    """The ledger is append-only, so what was charged is taken back by a negative row at its own price."""
-    paid = connection.execute(sa.select(ledger).where(ledger.c.operation_id == ending.refund)).mappings().all()
-    rows = [
-        {key: value for key, value in row.items() if key != "id"}
-        | {"operation_id": ending.operation_id, "tokens": -row["tokens"], "created_at": now}
-        for row in paid
-    ]
-    if rows:
-        connection.execute(sa.insert(ledger), rows)
 
 
 def _check_open(state: str, present: int, epoch: int | None) -> None:
@@ -381,6 +372,8 @@ def _check_same(old: _Logged, request: OperationRequest, sha256: str) -> None:
     by_key = bool(request.idempotency_key) and old.idempotency_key == request.idempotency_key
     what = f"idempotency key {request.idempotency_key!r}" if by_key else f"sequence number {old.seq}"
     details = {"seq": old.seq, "operation_id": old.id}
+    if old.kind == MISSING:
+        raise SequenceConflict(f"{what} came too late: it was given up (gap_timeout of the session)", details=details)
     if old.body_sha256 != sha256:
         raise SequenceConflict(f"{what} was used by a {old.kind} with other parameters", details=details)
     if request.seq is not None and old.seq != request.seq:

@@ -1,15 +1,13 @@
-"""Tokens, money and time: charges of an operation, engine time, the usage report."""
+"""Money and time: the prices, engine time, the usage report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from ..engine.api import EngineHandle
 from ..store.store import Store
 from ..types import Usage, UsageReport
 from .engine_time import EngineTime
-from .log import Charge
 from .prices import PriceTable
 from .usage import UsageQuery, read_report
 
@@ -21,21 +19,13 @@ def usage_to_wire(usage: Usage) -> dict[str, float]:
 
 
 class Meter:
-    """Charges operations and measures how long engines worked for whom."""
+    """Knows the prices and measures how long engines worked for whom."""
 
     def __init__(self, store: Store, prices: PriceTable) -> None:
         self._store = store
         self.prices = prices
         self._time = EngineTime()
         self._flushed_at = 0.0
-
-    def charges(self, base_model: str, tokens: Mapping[str, int]) -> list[Charge]:
-        """Ledger rows of an operation, at today's price."""
-        return [
-            Charge(kind=kind, tokens=count, price=self.prices.price(base_model, kind))
-            for kind, count in tokens.items()
-            if count
-        ]
 
     def enter(self, handle: EngineHandle, project: str, session_id: str, base_model: str) -> None:
         """A call for this session goes to the engine; every `enter` needs its `leave`."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..errors import NotFound
 from ..limits import LIMITS
+from . import tracing
 from .leases import Lease
 from .log import OperationLog
 from .requests import OperationResult, Results
@@ -55,7 +56,9 @@ class Outcomes:
         """An operation has ended, durably."""
         entry = self._open.pop(result.operation_id, None)
         if entry is not None:
-            self._ended(entry.kind, result.state, time.monotonic() - entry.since)
+            seconds = time.monotonic() - entry.since
+            self._ended(entry.kind, result.state, seconds)
+            tracing.operation(result.operation_id, entry.kind, result.state, seconds)
             self._recent[result.operation_id] = (entry.project, result)
             while len(self._recent) > _REMEMBERED:
                 self._recent.popitem(last=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -29,6 +30,7 @@ class Readiness:
         self._checking = asyncio.Lock()
         self._checked_at = float("-inf")
         self._found: dict[str, bool] = {}
+        self._under_way: dict[str, asyncio.Task[None]] = {}
 
     async def check(self) -> dict[str, bool]:
         """Which of ``database`` and ``blobs`` took a write just now, or within the last two seconds; and
@@ -36,7 +38,7 @@ class Readiness:
         async with self._checking:
             if time.monotonic() >= self._checked_at + FRESH_SECONDS:
                 parts = {"database": self._database, "blobs": self._blobs}
-                done = await asyncio.gather(*(_works(name, write) for name, write in parts.items()))
+                done = await asyncio.gather(*(self._works(name, write) for name, write in parts.items()))
                 self._found = dict(zip(parts, done, strict=True))
                 self._checked_at = time.monotonic()
             return {**self._found, "lease": not self._lease.lost.is_set()}
@@ -54,11 +56,17 @@ class Readiness:
         blob = await self._store.in_thread(self._store.blobs.put, "probe", b"probe")
         await self._store.drop_blobs([blob.name])
 
-
-async def _works(name: str, write: Callable[[], Awaitable[None]]) -> bool:
-    try:
-        await asyncio.wait_for(write(), CHECK_SECONDS)
-    except Exception as error:  # whatever it is, the answer is no; the reason is for the log alone
-        logger.warning("not ready: %s cannot be written: %s", name, str(error) or type(error).__name__)
-        return False
-    return True
+    async def _works(self, name: str, write: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        try:
+            # One that hangs is waited for again: another would only take a thread more.
+            task = self._under_way.get(name) or asyncio.create_task(write())
+            self._under_way[name] = task
+            try:
+                await asyncio.wait_for(asyncio.shield(task), CHECK_SECONDS)
+            finally:
+                if task.done():
+                    del self._under_way[name]
+        except Exception as error:  # whatever it is, the answer is no; the reason is for the log alone
+            logger.warning("not ready: %s cannot be written: %s", name, str(error) or type(error).__name__)
+            return False
+        return True

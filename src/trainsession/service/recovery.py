@@ -22,6 +22,7 @@ from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
 from .checkpoints import Checkpoints
 from .frozen import FrozenPool
+from .prices import Quote
 from .session import Operation, Session
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ class Recovery:
             .limit(1)
         )
         columns = (operations.c.id, operations.c.seq, operations.c.kind, operations.c.state, operations.c.tokens)
-        query = sa.select(*columns, operations.c.error).where(operations.c.session_id == session.id)
+        query = sa.select(*columns, operations.c.error, operations.c.quote, operations.c.created_at)
+        query = query.where(operations.c.session_id == session.id).order_by(operations.c.created_at, operations.c.seq)
         if ended_before is not None:
             query = query.where(operations.c.seq < ended_before)
 
@@ -137,7 +139,8 @@ class Recovery:
 
         snapshot, rows = await self._store.read(read)
         session.next_run = 1 if snapshot is None else snapshot.seq + 1
-        session.incomplete = snapshot is not None and snapshot.window == "incomplete"
+        lacks = snapshot is not None and snapshot.window == "incomplete"
+        session.incomplete = "an operation of this window failed, was cancelled or never came" if lacks else ""
         queued: list[Operation] = []
         for row in rows:
             operation = session.pending[row.seq] = Operation(
@@ -147,6 +150,8 @@ class Recovery:
                 tokens=row.tokens,
                 replay=row.state == "done",
                 error=from_wire(row.error or {}) if row.state in ("failed", "cancelled") else None,
+                accepted_at=row.created_at,
+                quote=None if row.quote is None else Quote.of_row(row.quote),
             )
             if row.state == "queued":
                 queued.append(operation)

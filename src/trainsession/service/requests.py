@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..errors import InvalidRequest, TrainSessionError
 from ..limits import LIMITS
-from ..types import LoraConfig, SamplingParams, SessionInfo
+from ..types import GAP_TIMEOUT_SECONDS, LoraConfig, SamplingParams, SessionInfo
 from ..types.data import as_tokens
 
 OperationKind = Literal[
@@ -46,6 +46,8 @@ class CreateSession:
         base_model: Name as in `list_base_models`; may be empty with ``from_checkpoint``.
         lora: The adapter; default: that of ``from_checkpoint``, else ``LoraConfig()``.
         on_failure: What happens to operations that were queued behind a failed one.
+        gap_timeout: Seconds that operations wait for a sequence number before theirs; then it counts as
+            one that failed. None: for ever.
         from_checkpoint: ``ts://`` path of the project's own checkpoint to start from.
         with_optimizer: Restore the moments too; an error where the checkpoint has none.
         idempotency_key: A second request with the same key returns the first session.
@@ -58,6 +60,7 @@ class CreateSession:
     tags: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     on_failure: OnFailure = "continue"
+    gap_timeout: float | None = GAP_TIMEOUT_SECONDS
     from_checkpoint: str | None = None
     with_optimizer: bool = False
     idempotency_key: str = ""

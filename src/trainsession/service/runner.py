@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import tempfile
 import time
@@ -111,14 +112,15 @@ class Runner:
             return await self._optim_step(session, body)
         if kind == "zero_grad":
             await self._handle.call("zero_grad", session.id)
-            session.incomplete = False
+            session.incomplete = ""
             return Outcome()
         if kind == "backward":
             return await self._backward(session, body)
         if kind == "skip":
             kept = session.kept.pop(operation.seq - 1, None)
             # In both cases gradients will not come, so the window lacks that part.
-            session.incomplete |= kept is not None or bool(params.get("incomplete", False))
+            if kept is not None or params.get("incomplete", False):
+                session.incomplete = f"the operation of number {operation.seq} was cancelled or not accepted"
             if kept is not None:
                 await self._handle.call("drop_graph", kept.operation.id)
             return Outcome()
@@ -147,11 +149,11 @@ class Runner:
     async def _optim_step(self, session: Session, body: Body) -> Outcome:
         if session.incomplete and not body.params.get("allow_incomplete", False):
             raise IncompleteGradients(
-                "a forward_backward of this accumulation window failed or was cancelled: a step would use part of "
-                "the batch. Call zero_grad() and submit the batch again, or pass allow_incomplete=True."
+                f"{session.incomplete}: a step would use part of the batch. Call zero_grad() and submit the batch "
+                "again, or pass allow_incomplete=True."
             )
         metrics = await self._handle.call("optim_step", session.id, body.adam)
-        session.incomplete = False
+        session.incomplete = ""
         return Outcome(value={"metrics": metrics})
 
     async def _backward(self, session: Session, body: Body) -> Outcome:
@@ -187,11 +189,13 @@ class Runner:
 
     async def _load_state(self, session: Session, params: Mapping[str, Any]) -> Outcome:
         path, optimizer = params["path"], bool(params.get("optimizer", False))
+        if session.completions:  # a save before it may still be on its way to the disk
+            await asyncio.wait(list(session.completions.values()))
         row = await self._checkpoints.find(session.project, path)
         check_loadable(row, path, optimizer, self._handle.info.identity, session.base_model)
         state = await self._checkpoints.load(row)
         await self._handle.call("restore", session.id, state, optimizer=optimizer)
-        session.incomplete = False
+        session.incomplete = ""
         session.snapshot_due = True  # the checkpoint may be deleted; a replay must not need it
         return Outcome(value={"path": path})
 

@@ -14,6 +14,7 @@ from ..types import SampledSequence, SampleResponse, Usage
 from .bodies import check_ids
 from .ids import new_seed
 from .lane import Lane
+from .prices import Quote
 from .requests import SampleRequest
 
 
@@ -26,6 +27,9 @@ class SampleRun:
     payer: str
     request: SampleRequest
     lane: Lane
+    quote: Quote
+    new_blocks: list[bytes] = field(default_factory=list)
+    """Of its prompt; see `Prefixes.take`."""
     frames: list[dict[str, Any]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended: bool = False
@@ -124,8 +128,8 @@ def diverged(run: SampleRun) -> EngineLost:
     )
 
 
-def fit(info: EngineInfo, request: SampleRequest) -> SampleRequest:
-    """The request with ``max_tokens`` filled in.
+def fit(info: EngineInfo, request: SampleRequest, at_most: int | None = None) -> SampleRequest:
+    """The request with ``max_tokens`` filled in: what the context has room for, but not above ``at_most``.
 
     Raises:
         InvalidDatum: a token outside the vocabulary. PromptTooLong: it does not fit the context.
@@ -142,7 +146,8 @@ def fit(info: EngineInfo, request: SampleRequest) -> SampleRequest:
             details={"key": "prompt", "bound": info.context_length, "value": int(request.prompt.size) + needed},
         )
     if wanted is None:
-        filled = replace(request, params=replace(request.params, max_tokens=max(room, 1)))
+        room = max(room, 1) if at_most is None else min(max(room, 1), at_most)
+        filled = replace(request, params=replace(request.params, max_tokens=room))
         filled.check()
         return filled
     return request

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,32 +14,27 @@ import sqlalchemy as sa
 
 from .. import wire
 from ..engine.api import EngineHandle, SampleEvent
-from ..errors import Cancelled, EngineLost, LimitExceeded, RateLimited, StorageError, TrainSessionError
-from ..limits import LIMITS
+from ..errors import (
+    Cancelled,
+    EngineLost,
+    StorageError,
+    TrainSessionError,
+)
 from ..store.schema import operations
 from ..store.store import Store
-from .ids import new_id
+from .endings import Ending
 from .keys import SamplesOf
 from .lane import MAX_LOSSES
 from .leases import Lease
-from .log import SAMPLE, Ending, OperationLog
+from .log import SAMPLE, OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
-from .projects import Projects
+from .prices import Quote
 from .quotas import Quotas
 from .requests import OperationResult, SampleRequest
 from .runner import as_ours
-from .sample_run import (
-    SampleRun,
-    diverged,
-    fit,
-    item_of,
-    pack_sample,
-    paid_by,
-    position_of,
-    unpack_sample,
-    with_seed,
-)
+from .sample_run import SampleRun, diverged, fit, item_of, position_of, unpack_sample, with_seed
+from .sample_submission import SampleSubmission
 from .settings import Settings
 from .streams import replayed
 from .weights import WeightsResolver, WeightsSource
@@ -61,7 +55,7 @@ class Samples:
         outcomes: Outcomes,
         meter: Meter,
         resolver: WeightsResolver,
-        projects: Projects,
+        submission: SampleSubmission,
         quotas: Quotas,
         settings: Settings,
     ) -> None:
@@ -71,7 +65,7 @@ class Samples:
         self._outcomes = outcomes
         self._meter = meter
         self._resolver = resolver
-        self._projects = projects
+        self._submission = submission
         self._quotas = quotas
         self._settings = settings
         self._runs: dict[str, SampleRun] = {}
@@ -86,94 +80,12 @@ class Samples:
         requests: Sequence[SampleRequest],
         key: str,
         only: SamplesOf | None = None,
+        whole: bool = False,
     ) -> list[str]:
-        """Accept all requests in one commit, or none.
-
-        Raises:
-            InvalidRequest, NotFound: what the engine could not run. PermissionDenied: not ``only``'s.
-            RateLimited: the project has as many under way, or used as many tokens, as it may.
-        """
-        LIMITS.check("max_prompts", len(requests), "requests")
-        taken = await self._take_places(project, len(requests), key)
-        runs: list[SampleRun] = []
-        try:
-            if only is not None and only.session_id is not None:
-                source = await self._resolver.resolve_within(project, weights, only.session_id)
-                requests = paid_by(requests, only.session_id)
-            else:
-                source = await self._resolver.resolve(project, weights)
-            runs, ids = await self._accept(project, source, weights, requests, key)
-        finally:
-            self._quotas.count_samples(project, len(runs) - taken)
+        """See `Service.submit_samples`."""
+        source, runs, ids = await self._submission.submit(project, weights, requests, key, only, whole)
         self._start(source, runs)
-        self._quotas.tokens.spend(project, sum(int(run.request.prompt.size) for run in runs))
         return ids
-
-    async def _take_places(self, project: str, count: int, key: str) -> int:
-        """How many were taken: none for a retry that would be refused, which is answered like its first time."""
-        limits = await self._projects.limits(project)
-        try:
-            self._quotas.tokens.check(project, limits.max_tokens_per_minute)
-            self._quotas.take_samples(project, count, limits)
-        except (RateLimited, LimitExceeded):
-            mine = (operations.c.project == project, operations.c.scope == SAMPLE)
-            query = sa.select(operations.c.id).where(*mine, operations.c.idempotency_key == f"{key}/0")
-            if not key or await self._store.read(lambda connection: connection.execute(query).first()) is None:
-                raise
-            return 0
-        return count
-
-    async def _accept(
-        self,
-        project: str,
-        source: WeightsSource,
-        weights: Mapping[str, Any],
-        requests: Sequence[SampleRequest],
-        key: str,
-    ) -> tuple[list[SampleRun], list[str]]:
-        """(what is to be started, ids); nothing is to be started for a retry."""
-        info = source.lane.info
-        for index, request in enumerate(requests):
-            try:
-                request.check()
-                if info is not None:
-                    fit(info, request)
-            except TrainSessionError as error:
-                details = {"request": index, **error.details}
-                raise type(error)(f"request {index}: {error.message}", details=details) from None
-        # The caller's own seed is part of what a retry must repeat; one that we draw is not.
-        bodies = [pack_sample(request, weights) for request in requests]
-        seeded = [with_seed(request) for request in requests]
-        rows: list[dict[str, Any]] = []
-        for index, (request, body) in enumerate(zip(seeded, bodies, strict=True)):
-            stored = await self._store.keep("body", body)
-            rows.append(
-                {
-                    "id": new_id("op"),
-                    "project": project,
-                    "session_id": request.session_id or source.session_id,
-                    "seq": None,
-                    "kind": SAMPLE,
-                    "scope": SAMPLE,
-                    "idempotency_key": f"{key}/{index}" if key else None,
-                    "weights": {**source.to_row(), "seed": request.params.seed},
-                    "state": "queued",
-                    "tokens": int(request.prompt.size),
-                    "created_at": time.time(),
-                    "owner": self._lease.server,
-                    **stored.columns("body"),
-                }
-            )
-        await self._resolver.check_payers(project, {row["session_id"] for row in rows if row["session_id"]})
-        if rows:
-            earlier = await self._log.accept_samples(rows)
-            if earlier is not None:
-                return [], earlier
-        runs = [
-            SampleRun(row["id"], project, row["session_id"] or "", request, source.lane)
-            for row, request in zip(rows, seeded, strict=True)
-        ]
-        return runs, [run.id for run in runs]
 
     async def among(self, project: str, ids: Sequence[str], only: SamplesOf) -> set[str]:
         """Those of the ids that are samples of the project, and of the session that ``only`` names."""
@@ -189,18 +101,26 @@ class Samples:
         Args:
             only: Of these operations; default: of all.
         """
-        columns = (operations.c.id, operations.c.project, operations.c.session_id, operations.c.weights)
-        query = sa.select(*columns).where(operations.c.kind == SAMPLE, operations.c.state == "queued")
+        names = ("id", "project", "session_id", "weights", "quote", "cancelled_at")
+        query = sa.select(*(operations.c[name] for name in names))
+        query = query.where(operations.c.kind == SAMPLE, operations.c.state == "queued")
         query = query.where(operations.c.owner == self._lease.server)
         if only is not None:
             query = query.where(operations.c.id.in_(only))
         for row in await self._store.read(lambda connection: connection.execute(query).all()):
+            if row.cancelled_at is not None:
+                error = Cancelled("cancelled; what it had drawn was lost when the service ended, and costs nothing")
+                await self._log.finish(Ending(operation_id=row.id, state="cancelled", error=error))
+                continue
             source = self._resolver.from_row(row.project, row.weights)
             request = with_seed(unpack_sample(await self._log.body(row.id)), row.weights["seed"])
             if row.id in self._runs:  # of an attempt that failed later on
                 continue
             self._quotas.count_samples(row.project, 1)
-            self._start(source, [SampleRun(row.id, row.project, row.session_id or "", request, source.lane)])
+            model = source.lane.base_model
+            # One that an older version accepted has no quote.
+            quote = self._meter.prices.quote(model, {}) if row.quote is None else Quote.of_row(row.quote)
+            self._start(source, [SampleRun(row.id, row.project, row.session_id or "", request, source.lane, quote)])
 
     def queued(self) -> Counter[str]:
         """Requests of all projects that wait or run, by base model."""
@@ -219,7 +139,7 @@ class Samples:
             handle, releases = await self._resolver.prepare(source, len(runs))
         except Exception as error:
             for run in runs:
-                if not self._closing:
+                if not self._closing and not run.cancelled:
                     self._ended_with(run, source, as_ours(error, run.id))
             return
         for run, unpin in zip(runs, releases, strict=True):
@@ -228,7 +148,7 @@ class Samples:
                 release()
                 continue
             try:
-                request = fit(handle.info, run.request)
+                request = fit(handle.info, run.request, run.quote.max_tokens)
             except TrainSessionError as error:
                 release()
                 self._spawn(self._fail(run, error))
@@ -285,23 +205,26 @@ class Samples:
     # --- ends --------------------------------------------------------------------------------
 
     async def _finish(self, run: SampleRun, end: SampleEvent) -> None:
-        tokens = {"prefill": int(run.request.prompt.size), "sample": sum(map(len, run.tokens))}
+        cached = run.quote.cached
+        tokens = {"prefill": int(run.request.prompt.size) - cached, "prefill_cached": cached}
+        tokens["sample"] = sum(map(len, run.tokens))
         self._quotas.tokens.spend(run.project, tokens["sample"])
-        usage = self._meter.prices.priced(run.lane.base_model, tokens)
+        usage = run.quote.usage(tokens)
         value = wire.samples_to_wire(run.response(end, usage))
         ending = Ending(
             operation_id=run.id,
             state="done",
-            charges=self._meter.charges(run.lane.base_model, tokens),
+            charges=run.quote.charges(tokens),
             payer=run.payer,
             base_model=run.lane.base_model,
-            currency=self._meter.prices.currency,
+            currency=run.quote.currency,
         )
         if await self._durably(run, ending, wire.pack(value)):
             self._end(run, OperationResult(run.id, "done", value), {"done": True, "usage": usage_to_wire(usage)})
             self._meter.flush()
 
     async def _fail(self, run: SampleRun, error: TrainSessionError) -> None:
+        self._submission.withdraw(run)
         state = "cancelled" if isinstance(error, Cancelled) else "failed"
         if await self._durably(run, Ending(operation_id=run.id, state=state, error=error), None):
             self._end(run, OperationResult(run.id, state, error=error), {"error": error.to_wire()})
@@ -336,13 +259,15 @@ class Samples:
         run = self._runs.get(operation_id)
         if run is None or run.project != project:
             return None
-        if run.cancelled:
-            return True
-        run.cancelled = True
-        if run.handle is not None:
-            run.handle.cancel(run.id)  # what it has drawn so far is its result
-        else:
-            await self._fail(run, Cancelled("cancelled before it started"))
+        if not run.cancelled:
+            run.cancelled = True
+            if run.handle is None:
+                await self._fail(run, Cancelled("cancelled before it started"))
+            else:
+                run.handle.cancel(run.id)  # what it has drawn so far is its result
+        if not run.ended:
+            # Until that is durable, too: after a crash nobody would know of the cancel, and draw it whole.
+            await self._log.mark_cancelled(run.id)
         return True
 
     async def stream(self, project: str, operation_id: str, after: int) -> AsyncIterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from ..engine import checkpoint as formats
 from ..engine.api import EngineHandle, EngineHost
@@ -20,6 +20,7 @@ from ..types import BaseModel, Checkpoint, SaveWeightsResponse, SessionInfo, Usa
 from . import metrics_log
 from .base_samplers import BaseSamplers
 from .bodies import check_name
+from .budgets import Budgets
 from .cancelling import Cancelling
 from .checkpoints import Checkpoints
 from .janitor import Janitor
@@ -29,11 +30,12 @@ from .leases import Lease, TakenOver
 from .log import SAMPLE, OperationLog
 from .metering import Meter
 from .outcomes import Outcomes, unknown_operation
-from .prices import EXAMPLE_PRICES, PriceTable
+from .prices import PriceTable
 from .projects import Projects
 from .quotas import Quotas
 from .readiness import Readiness
 from .requests import Attached, CreateSession, OperationRequest, OperationResult, Results, SampleRequest
+from .sample_submission import SampleSubmission
 from .samples import Samples
 from .session import Session
 from .sessions import Sessions, unknown_session
@@ -51,9 +53,7 @@ class Service:
     project: an id of another project raises `NotFound`, exactly as an unknown one does.
     """
 
-    def __init__(
-        self, home: Path, store: Store, host: EngineHost, prices: PriceTable, settings: Settings, lease: Lease
-    ) -> None:
+    def __init__(self, store: Store, host: EngineHost, prices: PriceTable, settings: Settings, lease: Lease) -> None:
         self.store = store
         self.lease = lease
         self._host = host
@@ -66,26 +66,20 @@ class Service:
         self.keys = Keys(store.database)
         self.projects = Projects(store.database)
         quotas = Quotas()
-        self._lanes = Lanes(
-            host,
-            store,
-            self._log,
-            self._outcomes,
-            self._meter,
-            self._checkpoints,
-            settings,
-            home / "tmp",
-            self.telemetry.engine_restarted,
-        )
+        parts = (host, store, self._log, self._outcomes, self._meter, self._checkpoints, settings)
+        self._lanes = Lanes(*parts, self.telemetry.engine_restarted)
         lane_of = self._lanes.of
         self._sessions = Sessions(store, host, lease, self._checkpoints, self._outcomes, self.projects, lane_of)
         self._base_samplers = BaseSamplers(self._sessions, host)
         resolver = WeightsResolver(store, host, lease, self._checkpoints, self._sessions, self._outcomes, lane_of)
+        sample_submission = SampleSubmission(store, lease, self._log, resolver, self.projects, quotas, prices)
         self._samples = Samples(
-            store, lease, self._log, self._outcomes, self._meter, resolver, self.projects, quotas, settings
+            store, lease, self._log, self._outcomes, self._meter, resolver, sample_submission, quotas, settings
         )
-        self._submission = Submission(store, self._log, self._outcomes, self._sessions, self.projects, quotas, lane_of)
-        self._cancelling = Cancelling(self._log, lease, self._outcomes, self._sessions, self._samples, self._lanes.of)
+        self._submission = Submission(
+            store, self._log, self._outcomes, self._sessions, self.projects, quotas, prices, lane_of
+        )
+        self._cancelling = Cancelling(self._log, lease, self._outcomes, self._sessions, self._samples, self._submission)
         self._janitor = Janitor(store, self._checkpoints, self._sessions, lane_of, self._retire, settings)
         self._janitor_task: asyncio.Task[None] | None = None
         self._closing = False
@@ -97,6 +91,7 @@ class Service:
         host: EngineHost,
         *,
         database: str | None = None,
+        blobs: str | None = None,
         advertise: str | None = None,
         prices: Path | None = None,
         settings: Settings | None = None,
@@ -109,29 +104,31 @@ class Service:
             home: Directory of the database and blobs; made if missing (0700).
             host: Where engines come from; the service closes it.
             database: URL of a PostgreSQL database; default: a file in the home.
+            blobs: ``s3://bucket/prefix``; default: a directory of the home.
             advertise: URL at which other servers on the same database reach this one; needed where there are any.
             prices: A price table in TOML; default: ``prices.toml`` in the home, or the packaged example prices.
             settings: Times and bounds; default: `Settings()`.
 
         Raises:
-            StorageError: the home is not writable, or the database out of reach.
+            StorageError: the home is not writable, or the database or the blobs out of reach.
             IncompatibleVersion: the database was written by a newer version, or it is on a server and was
                 written by an older one.
-            InvalidRequest: ``database`` or ``advertise`` is no such URL.
+            InvalidRequest: ``database``, ``blobs`` or ``advertise`` is no such address.
             ServiceUnavailable: another server is on this database, and one of the two advertises no address.
         """
-        own = home / "prices.toml"
-        table = PriceTable.load(prices or (own if own.exists() else EXAMPLE_PRICES))
-        store = await asyncio.to_thread(Store, home, database)
+        table = PriceTable.load(prices) if prices is not None else PriceTable.of_home(home)
+        store = await asyncio.to_thread(Store, home, database, blobs)
         settings = settings or Settings()
         try:
-            service = cls(home, store, host, table, settings, Lease(store, settings, advertise))
+            service = cls(store, host, table, settings, Lease(store, settings, advertise))
         except BaseException:
             await store.close()
             raise
         try:
+            await store.claim_blobs()
             await service.lease.take(home)
             service.lease.keep(service._take_up)
+            await Budgets(store.database).recount()
             await service._sessions.load_unfinished()
             await service._samples.load_unfinished()
         except BaseException:
@@ -239,7 +236,7 @@ class Service:
         """(operation id, sequence number); durable when it returns.
 
         Raises:
-            InvalidRequest: refused and logged as failed; its number is consumed.
+            InvalidRequest, BudgetExceeded: refused and logged as failed; its number is consumed.
             SequenceConflict, SessionFenced, SessionClosed, NotFound, RateLimited, StorageError:
                 nothing was logged and the number is free.
         """
@@ -267,21 +264,27 @@ class Service:
         *,
         idempotency_key: str = "",
         only: SamplesOf | None = None,
+        whole: bool = False,
     ) -> list[str]:
-        """Operation ids, in order; all of them or none is accepted.
+        """Operation ids, in order; all of them are accepted, in one commit, or none is.
+
+        Those that the project's budget does not hold are accepted as failed, the others go on.
 
         Args:
             weights: One of ``{"base_model"}``, ``{"path"}``, ``{"operation_id"}`` (`docs/wire.md`).
             idempotency_key: A retry with the same key returns the first ids and does nothing.
             only: With a session: weights of that session, which also pays.
+            whole: Refuse all where one does not fit the budget.
 
         Raises:
             PermissionDenied: other weights, or another payer, than ``only`` allows.
+            InvalidRequest, NotFound: what the engine could not run.
             LimitExceeded, RateLimited: name the project's limit.
+            BudgetExceeded: none fits, or not all of a ``whole``; nothing was logged.
         """
         self._check_open()
         with self.telemetry.submit_seconds.labels(SAMPLE).time():
-            return await self._samples.submit(project, weights, requests, idempotency_key, only)
+            return await self._samples.submit(project, weights, requests, idempotency_key, only, whole)
 
     async def stream(
         self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
@@ -331,8 +334,8 @@ class Service:
         """``{"name", "size", "sha256"}`` each."""
         return await self._checkpoints.files(project, path)
 
-    async def read_checkpoint_file(self, project: str, path: str, name: str) -> Path:
-        """A read-only local file with that content, its checksum verified."""
+    async def read_checkpoint_file(self, project: str, path: str, name: str) -> BinaryIO:
+        """That content as a file, its checksum verified; the caller closes it."""
         return await self._checkpoints.file(project, path, name)
 
     async def import_adapter(

@@ -8,16 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import TrainSessionError
+from ..errors import OperationSkipped, TrainSessionError
 from ..types import LoraConfig, SessionInfo
 from .bodies import Body
+from .prices import Quote
 
 REPLAYED_KINDS = frozenset(
     {"forward_backward", "backward", "skip", "optim_step", "zero_grad", "load_state", "snapshot"}
 )
 """Operations that change what the engine holds or the window; a replay runs these and passes over the others."""
-WINDOW_KINDS = frozenset({"forward_backward", "forward_keep", "backward"})
+MISSING = "missing"
+"""Kind of a logged number that never came (`trainsession.service.gaps`)."""
+WINDOW_KINDS = frozenset({"forward_backward", "forward_keep", "backward", MISSING})
 """Operations whose failure leaves an accumulation window incomplete."""
+GRACE_SECONDS = 30.0
+"""After a restart whoever has to send a missing number has this long for it, or the timeout if that is shorter."""
 
 
 @dataclass(slots=True)
@@ -39,6 +44,9 @@ class Operation:
     started: bool = False
     losses: int = 0
     """Times that the engine's process ended while it ran this."""
+    quote: Quote | None = None
+    """What it costs; None where it cannot cost anything."""
+    accepted_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -69,6 +77,8 @@ class Session:
     """Both of the engine that trained it first; None before that."""
     lora: LoraConfig | None
     on_failure: str
+    gap_timeout: float | None
+    """Seconds; None: for ever."""
     state: str
     epoch: int
     created_at: float
@@ -81,8 +91,9 @@ class Session:
     progress: Any = None
     next_run: int = 1
     pending: dict[int, Operation] = field(default_factory=dict)
-    incomplete: bool = False
-    """Part of the accumulation window failed."""
+    """By number; of those that have not run in the order that they were accepted in."""
+    incomplete: str = ""
+    """Which part of the accumulation window failed; empty for none."""
     resident: bool = False
     """The engine holds the adapter, as of operation ``next_run - 1``."""
     lost: bool = False
@@ -102,6 +113,7 @@ class Session:
     replayed: asyncio.Event = field(default_factory=_set_event)
     """Cleared while operations are run again after a restart."""
     used_at: float = field(default_factory=time.time)
+    loaded_at: float = field(default_factory=time.time)
 
     @property
     def head(self) -> Operation | None:
@@ -130,9 +142,22 @@ class Session:
     def waiting_for(self) -> str:
         if self.fatal is not None:
             return self.fatal.message
-        if self.pending and self.next_run not in self.pending:
-            return f"sequence number {self.next_run}"
-        return ""
+        return "" if self.gap_since is None else f"sequence number {self.next_run}"
+
+    @property
+    def gap_since(self) -> float | None:
+        """When the first operation came that waits for a number which is not there; None where none does."""
+        if not self.pending or self.next_run in self.pending or self.lost:
+            return None
+        return next(iter(self.pending.values())).accepted_at
+
+    @property
+    def gap_until(self) -> float | None:
+        """When the missing number is given up; None where there is none, or never."""
+        since, timeout = self.gap_since, self.gap_timeout
+        if since is None or timeout is None or self.fatal is not None:
+            return None
+        return max(since + timeout, self.loaded_at + min(timeout, GRACE_SECONDS))
 
     @property
     def idle(self) -> bool:
@@ -144,6 +169,26 @@ class Session:
             self.resident, self.lost = False, True
             self.kept.clear()
             self.replayed.clear()
+
+    def lacks(self, operation: Operation) -> None:
+        """This part of the accumulation window failed."""
+        if operation.kind == MISSING:
+            self.incomplete = f"sequence number {operation.seq} never came"
+        elif operation.kind in WINDOW_KINDS:
+            self.incomplete = f"operation {operation.seq} ({operation.kind}) failed or was cancelled"
+
+    def skip_behind(self, failed: Operation) -> list[Operation]:
+        """What waits behind a failed operation ends with it, where that is the session's policy."""
+        if self.on_failure != "skip":
+            return []
+        what = "never came" if failed.kind == MISSING else f"({failed.kind}) of this session failed before it"
+        skipped = [operation for operation in self.pending.values() if operation.error is None]
+        for operation in skipped:
+            operation.error = OperationSkipped(
+                f"skipped: {'sequence number' if failed.kind == MISSING else 'operation'} {failed.seq} {what}",
+                details={"failed_seq": failed.seq, "failed_operation": failed.id},
+            )
+        return skipped
 
     def passed(self, operation: Operation) -> None:
         """The engine is behind this operation now."""
@@ -174,4 +219,6 @@ class Session:
             progress=self.progress,
             step=self.step,
             waiting_for=self.waiting_for,
+            waiting_since=self.gap_since,
+            waiting_until=self.gap_until,
         )

@@ -18,7 +18,8 @@ from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, Sequenc
 from ..limits import LIMITS, Limits
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
-from ..types import LoraConfig, SaveWeightsResponse, SessionInfo
+from ..types import LoraConfig, SaveWeightsResponse, SessionInfo, check_gap_timeout
+from . import budgets
 from .checkpoints import Checkpoints, Origin
 from .ids import new_id, new_seed
 from .lane import Lane
@@ -102,6 +103,7 @@ class Sessions:
             "lora": None if lora is None else lora.to_wire(),
             "state": "running",
             "on_failure": request.on_failure,
+            "gap_timeout": request.gap_timeout,
             "name": request.name,
             "tags": list(request.tags),
             "metadata": dict(request.metadata),
@@ -231,7 +233,9 @@ class Sessions:
                 next_seq += 1
             # They never ran and cannot: a number before them was never sent. The new client uses it anew.
             stranded = sa.delete(operations).where(of_session, operations.c.seq > next_seq)
-            withdrawn = connection.execute(stranded.returning(operations.c.id, operations.c.seq)).all()
+            columns = (operations.c.id, operations.c.seq, operations.c.quote)
+            withdrawn = connection.execute(stranded.returning(*columns)).all()
+            budgets.release(connection, [(project, row.quote) for row in withdrawn])
             return next_seq, list(withdrawn), list(connection.execute(unfetched).scalars())
 
         next_seq, withdrawn, ids = await self._store.write(write)
@@ -255,7 +259,8 @@ class Sessions:
         def write(connection: sa.Connection) -> list[str]:
             connection.execute(query)
             end = {"state": "cancelled", "error": cancelled, "finished_at": time.time()}
-            connection.execute(sa.update(operations).where(queued).values(**end))
+            ended = sa.update(operations).where(queued).values(**end).returning(operations.c.quote)
+            budgets.release(connection, [(project, quote) for quote in connection.execute(ended).scalars().all()])
             blobs = list(connection.execute(sa.select(internal_snapshots.c.blob).where(snapshots)).scalars())
             with_blob = sa.select(operations.c.body_blob).where(bodies, operations.c.body_blob.is_not(None))
             blobs += list(connection.execute(with_blob).scalars())
@@ -338,6 +343,7 @@ def _session(row: Any) -> Session:
         dtype=row.get("dtype"),
         lora=None if row["lora"] is None else LoraConfig.from_wire(row["lora"]),
         on_failure=row["on_failure"],
+        gap_timeout=row["gap_timeout"],
         state=row["state"],
         epoch=row["epoch"],
         created_at=row["created_at"],
@@ -354,6 +360,7 @@ def _session(row: Any) -> Session:
 
 
 def _check(request: CreateSession) -> None:
+    check_gap_timeout(request.gap_timeout)
     LIMITS.check("max_name_length", len(request.name), "name")
     LIMITS.check("max_tags", len(request.tags), "tags")
     for tag in request.tags:
@@ -379,6 +386,7 @@ def _hash(request: CreateSession) -> str:
         list(request.tags),
         dict(request.metadata),
         request.on_failure,
+        request.gap_timeout,
         request.from_checkpoint,
         request.with_optimizer,
     ]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
-from ..errors import InvalidRequest, RateLimited
+from ..errors import Cancelled, InvalidRequest, RateLimited
 from ..limits import Limits
 from ..store.store import Store
 from .bodies import TRAINING_KINDS, Body, pack_request, parse_body
+from .endings import Ending
 from .lane import Lane
 from .log import OperationLog, check_epoch
 from .outcomes import Outcomes
+from .prices import PriceTable, Quote
 from .projects import Projects
 from .quotas import Quotas
-from .requests import OperationRequest
+from .requests import OperationRequest, OperationResult
 from .session import Operation, Session
 from .sessions import Sessions
 
@@ -30,6 +33,7 @@ class Submission:
         sessions: Sessions,
         projects: Projects,
         quotas: Quotas,
+        prices: PriceTable,
         lane_of: Callable[[str], Lane],
     ) -> None:
         self._store = store
@@ -38,6 +42,7 @@ class Submission:
         self._sessions = sessions
         self._projects = projects
         self._quotas = quotas
+        self._prices = prices
         self._lane_of = lane_of
 
     async def submit(self, project: str, session_id: str, request: OperationRequest) -> tuple[str, int]:
@@ -87,11 +92,13 @@ class Submission:
         packed, body, error = await self._store.in_thread(prepare) if large else prepare()
         tokens = 0 if body is None or request.kind not in TRAINING_KINDS else body.tokens
         stored = await self._store.keep("body", packed)
-        accepted = await self._log.accept(session, request, stored, tokens, error)
+        quote = None if body is None else self._quote(session, request.kind, body)
+        accepted = await self._log.accept(session, request, stored, tokens, quote, error)
         if not accepted.new:
             if stored.blob is not None:
                 await self._store.drop_blobs([stored.blob])
             return accepted.operation_id, accepted.seq
+        refused = accepted.error
         session.pending[accepted.seq] = Operation(
             id=accepted.operation_id,
             seq=accepted.seq,
@@ -99,16 +106,40 @@ class Submission:
             tokens=tokens,
             body=body,
             checked=lane.info is not None,
-            error=error,
+            error=refused,
+            quote=quote,
+            accepted_at=time.time(),
         )
-        self._quotas.tokens.spend(session.project, tokens)
-        if error is None:
+        if refused is None:
+            self._quotas.tokens.spend(session.project, tokens)
             self._sessions.expect(session, accepted.operation_id, accepted.seq)
         lane.wake()
-        if error is not None:
-            error.details.setdefault("operation_id", accepted.operation_id)
-            raise error
+        if refused is not None:
+            refused.details.setdefault("operation_id", accepted.operation_id)
+            raise refused
         return accepted.operation_id, accepted.seq
+
+    async def cancel(self, session: Session, operation_id: str) -> bool:
+        """Whether the operation of this session will not run."""
+        for operation in session.pending.values():
+            if operation.id == operation_id and not operation.started and not operation.replay:
+                if operation.error is None:
+                    operation.error = Cancelled("cancelled before it started")
+                    await self._log.finish(Ending(operation_id=operation_id, state="cancelled", error=operation.error))
+                    self._outcomes.publish(OperationResult(operation_id, "cancelled", error=operation.error))
+                    self._lane_of(session.base_model).wake()
+                return isinstance(operation.error, Cancelled)
+        return False
+
+    def _quote(self, session: Session, kind: str, body: Body) -> Quote | None:
+        """At most all positions of the batch; of a `backward`, those that its gradients are for."""
+        if kind == "backward":
+            at_most = {"train": sum(gradient.shape[0] if gradient.ndim else 0 for gradient in body.gradients)}
+        elif kind in TRAINING_KINDS:
+            at_most = {"train" if kind == "forward_backward" else "prefill": body.tokens}
+        else:
+            return None
+        return self._prices.quote(session.base_model, at_most)
 
 
 def _closes_gap(session: Session, seq: int | None) -> bool:

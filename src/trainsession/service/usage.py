@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from decimal import Decimal
 from typing import Any
 
 import sqlalchemy as sa
@@ -22,14 +21,13 @@ from sqlalchemy.sql.functions import GenericFunction
 from ..errors import InvalidRequest, LimitExceeded, NotFound
 from ..store.schema import engine_time, ledger, sessions
 from ..types import USAGE_GROUPS, Usage, UsageReport, UsageRow
+from .budgets import Fund
 from .engine_time import HOUR
-from .prices import KINDS, PriceTable, cost_of
+from .prices import KINDS, PriceTable, cost_of, exact
 
 DAY = 86_400
 MAX_GROUPS = 100_000
 """A report that would be made of more sums than this is refused."""
-_PICO = 12
-"""Digits behind the point of tokens times price: prices are millionths per million tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +111,7 @@ def read_report(connection: sa.Connection, query: UsageQuery, prices: PriceTable
         raise NotFound(f"no session {query.session_id} in this project")
     charged = _bounded(connection, _ledger(query))
     worked = _bounded(connection, _engine_time(query))
+    fund = None if query.project is None else Fund.seen(connection, query.project, time.time())
     by_session: dict[str, dict[str, _Sum]] = {row.id: {} for row in known if _was_there(row, query)}
     totals: dict[str, _Sum] = {}
     for row in charged:
@@ -128,12 +127,8 @@ def read_report(connection: sa.Connection, query: UsageQuery, prices: PriceTable
         by=tuple(query.by),
         rows=_rows(query.by, charged, worked, prices.currency) if query.by else [],
         costs={currency: exact(total.pico) for currency, total in sorted(totals.items())},
+        budget=None if fund is None else fund.shown(),
     )
-
-
-def exact(pico: int) -> Decimal:
-    """Currency units of a sum of ``tokens * price``, without a rounding."""
-    return Decimal((int(pico < 0), tuple(map(int, str(abs(pico)))), -_PICO))
 
 
 def _ledger(query: UsageQuery) -> sa.Select[*tuple[Any, ...]]:

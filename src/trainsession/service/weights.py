@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ..engine.api import EngineHandle, EngineHost
-from ..errors import CheckpointMismatch, InvalidRequest, NotFound, PermissionDenied, SessionClosed
+from ..errors import CheckpointMismatch, InvalidRequest, NotFound, PermissionDenied, SessionClosed, StorageUnavailable
 from ..store.schema import frozen_weights, operations, sessions
 from ..store.store import Store
 from .checkpoints import Checkpoints, live_session, named_snapshot
@@ -20,6 +21,9 @@ from .leases import Lease
 from .outcomes import Outcomes
 from .runner import check_loadable
 from .sessions import Sessions
+
+logger = logging.getLogger(__name__)
+_LOOK_AGAIN_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +135,20 @@ class WeightsResolver:
         )
 
     async def prepare(self, source: WeightsSource, pins: int) -> tuple[EngineHandle, list[Callable[[], None]]]:
-        """The engine with these weights in it, pinned ``pins`` times; what releases each pin.
+        """The engine with these weights in it, pinned ``pins`` times; what releases each pin. Waits while what they
+        are read from is away: who asks was accepted.
 
         Raises:
             TrainSessionError: that of the snapshot operation, or `SnapshotLost`.
         """
+        while True:
+            try:
+                return await self._prepare(source, pins)
+            except StorageUnavailable as error:
+                logger.warning("weights cannot be read yet: %s", error.message)
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+    async def _prepare(self, source: WeightsSource, pins: int) -> tuple[EngineHandle, list[Callable[[], None]]]:
         weights, project = source.weights, source.weights.project
         if source.operation_id is not None:
             result = await self._outcomes.wait(project, source.operation_id)

@@ -1,19 +1,21 @@
-"""Blobs in a local directory: written once, checked on every read, never overwritten."""
+"""Blobs: bytes that are written once, checked on every read, never overwritten.
+
+Their two sides are `blobs_local` (a directory) and `blobs_s3` (a bucket).
+"""
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import os
+import re
 import secrets
-import shutil
-import threading
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, ClassVar, TypeAlias
 
-from ..errors import StorageError
+from ..errors import InvalidRequest, StorageError
+
+_BUCKET = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(/(?P<prefix>[A-Za-z0-9._/-]{0,512}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,126 +27,130 @@ class Blob:
     size: int
 
 
-class LocalBlobs:
-    """A directory (0700) of files (0600) named by the service, never by a user.
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where blobs are in S3.
 
-    Args:
-        root: Made if missing.
+    Attributes:
+        prefix: Of every key, without slashes at its ends; "" for none.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self.fsyncs = 0
-        self._lock = threading.Lock()
-        try:
-            root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise _storage_error("cannot use the blob directory", error) from error
+    name: str
+    prefix: str = ""
 
-    def put(self, prefix: str, data: bytes | memoryview) -> Blob:
+    def __str__(self) -> str:
+        return f"s3://{self.name}/{self.prefix}" if self.prefix else f"s3://{self.name}"
+
+
+BlobsAddress: TypeAlias = Path | Bucket
+
+
+class Blobs(ABC):
+    """A store of blobs. Names are the service's own, never a user's. Any thread may use it."""
+
+    name: str
+    """How it is called in messages: never with credentials."""
+    concurrency: ClassVar[int]
+    """Calls that are worth running at once."""
+    shared: ClassVar[bool]
+    """Other services may reach them, so they must be told whose they are."""
+    fsyncs: int = 0
+    """So far, where it counts them."""
+
+    @abstractmethod
+    def put(self, prefix: str, data: bytes) -> Blob:
         """Store bytes durably under a new name.
 
         Raises:
-            StorageError: disk full or not writable; no part of the blob remains.
+            StorageError: it did not take them; no part of the blob can be read.
+            BlobsUnavailable: it cannot be reached now. All of the blob may be there, under a name that nobody knows.
         """
-        name = f"{prefix}-{secrets.token_hex(16)}"
-        aside = self._root / f".tmp-{name}"
-        try:
-            descriptor = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            try:
-                view = memoryview(data).cast("B")
-                while view:
-                    view = view[os.write(descriptor, view) :]
-                self._fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            self._publish(aside, name)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise _storage_error("cannot store a blob", error) from error
-        return Blob(name, hashlib.sha256(data).hexdigest(), len(data))
 
+    @abstractmethod
     def adopt(self, prefix: str, path: Path) -> Blob:
-        """Take over a file, durably; ``path`` is gone then. Within a file system it is not copied."""
-        name = f"{prefix}-{secrets.token_hex(16)}"
-        aside = self._root / f".tmp-{name}"
-        try:
-            shutil.move(path, aside)  # the directory may be a mount of what several servers share
-            aside.chmod(0o600)
-            with aside.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                self._fsync(file.fileno())
-                size = os.fstat(file.fileno()).st_size
-            self._publish(aside, name)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise _storage_error("cannot store a file", error) from error
-        return Blob(name, digest, size)
+        """Take over a file of the home, durably; ``path`` is gone then."""
 
+    @abstractmethod
     def get(self, name: str, sha256: str) -> bytes:
         """The bytes of a blob.
 
         Raises:
             StorageError: it is missing, or its bytes are not those that were written.
+            BlobsUnavailable: the store cannot be reached now.
         """
-        try:
-            data = (self._root / name).read_bytes()
-        except OSError as error:
-            raise _storage_error(f"cannot read blob {name}", error) from error
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise StorageError(f"blob {name} is corrupt: its checksum differs", details={"blob": name})
-        return data
 
-    def path(self, name: str, sha256: str) -> Path:
-        """The blob's file, for reading only, after its checksum was verified."""
-        path = self._root / name
-        try:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise _storage_error(f"cannot read blob {name}", error) from error
-        if digest != sha256:
-            raise StorageError(f"blob {name} is corrupt: its checksum differs", details={"blob": name})
-        return path
+    @abstractmethod
+    def open(self, name: str, sha256: str) -> BinaryIO:
+        """The blob as a file at its start, after all of it was verified; the caller closes it. Raises as `get`."""
 
+    @abstractmethod
     def delete(self, name: str) -> None:
-        (self._root / name).unlink(missing_ok=True)
+        """One that is not there is no error."""
 
+    @abstractmethod
     def older_than(self, seconds: float) -> Iterator[str]:
-        """Names of blobs that were written more than ``seconds`` ago; also what a process that was killed left aside.
+        """Names of blobs that were written more than ``seconds`` ago."""
 
-        Not so for what is younger: another server may be writing it.
+    def forget_unfinished(self, seconds: float) -> None:
+        """Remove what killed processes began to write more than ``seconds`` ago."""
+        return
+
+    def claim(self, database: str) -> None:
+        """Make these, if they are ``shared``, the blobs of one database: another would take all of them for garbage.
+
+        Args:
+            database: What tells it from all others.
+
+        Raises:
+            StorageError: they are another's.
         """
-        limit = time.time() - seconds
-        with os.scandir(self._root) as entries:
-            for entry in entries:
-                if entry.stat().st_mtime < limit:
-                    yield entry.name
-
-    def _publish(self, source: Path, name: str) -> None:
-        """Give a synced file its name, unless the name is taken."""
-        os.link(source, self._root / name)
-        try:
-            self._fsync_directory()
-        except OSError:
-            (self._root / name).unlink()
-            raise
-        source.unlink()
-
-    def _fsync(self, descriptor: int) -> None:
-        os.fsync(descriptor)
-        with self._lock:
-            self.fsyncs += 1
-
-    def _fsync_directory(self) -> None:
-        descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            self._fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        return
 
 
-def _storage_error(what: str, error: OSError) -> StorageError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    hint = "; free some space and try again" if full else ""
-    return StorageError(f"{what}: {error.strerror}{hint}", details={"errno": errno.errorcode.get(error.errno or 0, "")})
+def parse_blobs(home: Path, blobs: str | None) -> BlobsAddress:
+    """Where the blobs of a home are: a directory in it, or what an ``s3://`` address says.
+
+    Args:
+        blobs: ``s3://bucket/prefix``; None or "": the directory.
+
+    Raises:
+        InvalidRequest: not such an address. It is not repeated, as it may hold a secret.
+    """
+    if not blobs:
+        return home / "blobs"
+    match = _BUCKET.fullmatch(blobs)
+    if match is None:
+        raise InvalidRequest(
+            "blobs: expected s3://bucket/prefix; credentials, region and endpoint come from the AWS settings "
+            "(AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL_S3, a profile or a role)",
+            details={"key": "blobs"},
+        )
+    return Bucket(match["bucket"], "/".join(filter(None, (match["prefix"] or "").split("/"))))
+
+
+def blobs_of(address: BlobsAddress, scratch: Path) -> Blobs:
+    """The side that an address belongs to; only what is used is imported.
+
+    Args:
+        scratch: Directory for files on their way to a reader; made when one is.
+
+    Raises:
+        StorageError: it cannot be used, or boto3 is not installed.
+    """
+    if isinstance(address, Path):
+        from .blobs_local import LocalBlobs
+
+        return LocalBlobs(address)
+    try:
+        from .blobs_s3 import S3Blobs
+    except ModuleNotFoundError as error:
+        raise StorageError(f"blobs in S3 need {error.name}: pip install 'trainsession[aws]'") from None
+    return S3Blobs(address, scratch)
+
+
+def new_name(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def corrupt(name: str) -> StorageError:
+    return StorageError(f"blob {name} is corrupt: its checksum differs", details={"blob": name})

@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-SCHEMA_VERSION = "0004"
+SCHEMA_VERSION = "0005"
 """The newest migration; an older database is upgraded, a newer one refused."""
 
 metadata = MetaData()
@@ -50,6 +50,19 @@ class _JsonText(TypeDecorator[Any]):
 def json_type(*, none_as_null: bool = False) -> TypeEngine[Any]:
     """A JSON value; None is stored as JSON's ``null``, or as SQL's with ``none_as_null``."""
     return JSON(none_as_null).with_variant(_JsonText(none_as_null), "postgresql")
+
+
+class _Whole(TypeDecorator[int]):
+    """An integer of any size, as its digits: money in the smallest unit is larger than SQL's integers."""
+
+    impl = String
+    cache_ok = True
+
+    def process_bind_param(self, value: int | None, dialect: Any) -> str | None:
+        return None if value is None else str(value)
+
+    def process_result_value(self, value: str | None, dialect: Any) -> int | None:
+        return None if value is None else int(value)
 
 
 _Json = json_type()
@@ -84,6 +97,7 @@ sessions = Table(
     Column("lora", _Json),
     Column("state", String, nullable=False),
     Column("on_failure", String, nullable=False),
+    Column("gap_timeout", Float),
     Column("name", String, nullable=False),
     Column("tags", _Json, nullable=False),
     Column("metadata", _Json, nullable=False),
@@ -145,10 +159,12 @@ operations = Table(
     Column("weights", _Json),
     Column("state", String, nullable=False),
     Column("tokens", Integer, nullable=False),
+    Column("quote", json_type(none_as_null=True)),
     Column("body_sha256", String, nullable=False),
     Column("body", LargeBinary),
     Column("body_blob", String),
     Column("created_at", Float, nullable=False),
+    Column("cancelled_at", Float),
     Column("finished_at", Float),
     Column("acked_at", Float),
     Column("error", _Json),
@@ -162,8 +178,10 @@ operations = Table(
     Index("operations_by_end", "finished_at"),
 )
 """Training operations have a ``seq``; samples have ``weights`` instead. ``scope`` is where an
-idempotency key is unique: the session's id, or ``samples``. ``owner`` is that of a sample: a training
-operation is its session's owner's."""
+idempotency key is unique: the session's id, or ``samples``. ``quote``: `trainsession.service.prices.Quote`
+of what can cost something. ``cancelled_at``: of a sample that is to stop; a process that finds it unfinished
+draws nothing. ``owner`` is that of a sample: a training operation is its
+session's owner's."""
 
 ledger = Table(
     "ledger",
@@ -184,6 +202,21 @@ ledger = Table(
 )
 """Append-only: triggers refuse any change of a row. ``price`` is millionths of a currency unit per
 million tokens, as of that moment."""
+
+budgets = Table(
+    "budgets",
+    metadata,
+    Column("project", String, ForeignKey("projects.id"), primary_key=True),
+    Column("period", String, nullable=False),
+    Column("currency", String, nullable=False),
+    Column("amount", _Whole(), nullable=False),
+    Column("since", BigInteger),
+    Column("spent", _Whole(), nullable=False),
+    Column("reserved", _Whole(), nullable=False),
+)
+"""Money as whole ``tokens * price``, as the ledger has it. ``spent`` is the ledger's sum from ``since`` (seconds
+since 1970) on, ``reserved`` that of the quotes of unfinished operations: both change with those, in one
+transaction. Without ``since``, ``spent`` is to be summed anew."""
 
 engine_time = Table(
     "engine_time",

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from ..errors import StorageError
+from ..errors import DatabaseUnavailable, StorageError
 from .backend import Backend, Use, Verdict, cause_of
 
 _BEGIN: dict[Use, str] = {"read": "BEGIN", "write": "BEGIN IMMEDIATE", "migrate": "BEGIN IMMEDIATE"}
@@ -74,7 +74,7 @@ class SqliteBackend(Backend):
         return _driver(connection).in_transaction
 
     def judge(self, error: BaseException) -> Verdict:
-        return "final"
+        return "blocked" if _is_locked(cause_of(error)) else "final"
 
     def translate(self, error: Exception, verb: str) -> Exception:
         cause = cause_of(error)
@@ -82,8 +82,16 @@ class SqliteBackend(Backend):
             return StorageError(f"the database {self.name} cannot be {verb}: {cause.strerror or cause}")
         if isinstance(cause, sqlite3.IntegrityError | sqlite3.ProgrammingError) or not isinstance(cause, sqlite3.Error):
             return error
+        if _is_locked(cause):
+            return DatabaseUnavailable(f"the database cannot be {verb}: another process has been writing for too long")
         # The driver's own words, without SQL or parameters.
         return StorageError(f"the database cannot be {verb}: {cause}")
+
+
+def _is_locked(error: BaseException | None) -> bool:
+    """Another process held its lock for all of ``busy_timeout``."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return isinstance(error, sqlite3.OperationalError) and code is not None and code & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def _driver(connection: sa.Connection) -> sqlite3.Connection:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,13 +16,15 @@ import sqlalchemy as sa
 
 from ..errors import StorageError
 from .backend import parse_address
-from .blobs import LocalBlobs
+from .blobs import blobs_of, parse_blobs
 from .database import Database
 from .schema import meta
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 BLOBS_KEY = "blobs"
 """In ``meta``: name and checksum of a blob that says which blobs are those of a shared database."""
+_DATABASE = "database"
 INLINE_BYTES = 256 * 1024
 """Up to here bytes sit in their row (one fsync in all); above they become a blob (two more)."""
 
@@ -43,20 +47,24 @@ class Stored:
 
 
 class Store:
-    """What a home directory holds: ``service.db`` and ``blobs/``; or the blobs only, beside a server.
+    """What a home directory holds: ``service.db`` and ``blobs/``, unless one or both are elsewhere.
 
     Args:
         database: URL of a PostgreSQL database; default: the file in the home.
+        blobs: ``s3://bucket/prefix``; default: the directory in the home.
     """
 
-    def __init__(self, home: Path, database: str | None = None) -> None:
+    def __init__(self, home: Path, database: str | None = None, blobs: str | None = None) -> None:
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise StorageError(f"the home {home} cannot be made: {error.strerror}") from error
+        self.scratch = home / "tmp"
+        """For files on their way, on the file system of the home."""
+        where = parse_blobs(home, blobs)
         self.database = Database.open(parse_address(home, database))
-        self.blobs = LocalBlobs(home / "blobs")
-        self._files = ThreadPoolExecutor(2, thread_name_prefix="trainsession-files")
+        self.blobs = blobs_of(where, self.scratch)
+        self._files = ThreadPoolExecutor(self.blobs.concurrency, thread_name_prefix="trainsession-files")
         self.write = self.database.write
         self.write_lazily = self.database.write_lazily
         self.read = self.database.read
@@ -83,6 +91,19 @@ class Store:
         if stored.inline is None:
             raise StorageError("these bytes were deleted")
         return stored.inline
+
+    async def claim_blobs(self) -> None:
+        """Make the blobs this database's. Raises `StorageError` where they are another's."""
+
+        def name(connection: sa.Connection) -> str:
+            found = connection.execute(sa.select(meta.c.value).where(meta.c.key == _DATABASE)).scalar()
+            if found is None:
+                found = secrets.token_hex(16)
+                connection.execute(sa.insert(meta).values(key=_DATABASE, value=found))
+            return found
+
+        if self.blobs.shared:
+            await self.in_thread(self.blobs.claim, await self.write(name))
 
     async def check_blobs(self) -> None:
         """Make sure that these blobs are those of the database, by one that all who share it must find.
@@ -114,9 +135,15 @@ class Store:
             ) from error
 
     async def drop_blobs(self, names: Sequence[str]) -> None:
+        """Delete blobs that no row refers to. What cannot be deleted now, the janitor finds later."""
+
         def drop() -> None:
             for name in names:
-                self.blobs.delete(name)
+                try:
+                    self.blobs.delete(name)
+                except StorageError as error:
+                    logger.warning("a blob is deleted later: %s", error.message)
+                    return
 
         if names:
             await self.in_thread(drop)

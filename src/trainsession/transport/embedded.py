@@ -265,16 +265,16 @@ def local_host() -> EngineHost:
     return _host(processes=False)
 
 
-def engine_processes() -> EngineHost:
+def engine_processes(model_cache: Path | None = None) -> EngineHost:
     """The same, each in a process of its own."""
-    return _host(processes=True)
+    return _host(processes=True, model_cache=model_cache)
 
 
-def _host(*, processes: bool) -> EngineHost:
+def _host(*, processes: bool, model_cache: Path | None = None) -> EngineHost:
     require(_ENGINE_MODULES)
     from ..runtime.host import LocalHost
 
-    return LocalHost(processes=processes)
+    return LocalHost(processes=processes, model_cache=model_cache)
 
 
 def require(modules: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.api import EngineHandle
 from ..errors import AuthenticationFailed, ServiceUnavailable
 from ..server.running import Server, bind_tcp
+from ..service import tracing
 from ..service.keys import Keys
 from ..service.settings import Settings
 from ..store.database import opened
@@ -59,6 +60,7 @@ def serve(
     *,
     with_keys: bool,
     database: str | None = None,
+    blobs: str | None = None,
     advertise: str | None = None,
     settings: Settings | None = None,
     open_host: OpenHost = engine_processes,
@@ -72,6 +74,7 @@ def serve(
             ends one leaves the service and its clients alive.
         with_keys: Every request on the port needs an API key; else none does, and all are of one project.
         database: URL of a PostgreSQL database; default: a file in the home.
+        blobs: ``s3://bucket/prefix``; default: a directory of the home.
         advertise: URL at which other servers on that database reach this one.
         settings: Times and bounds of the service.
 
@@ -120,10 +123,15 @@ def serve(
                 [listener],
                 with_keys=with_keys,
                 database=database,
+                blobs=blobs,
                 advertise=advertise,
                 settings=settings,
             )
-            asyncio.run(serving)
+            tracing.start()
+            try:
+                asyncio.run(serving)
+            finally:
+                tracing.stop()
     finally:
         lock.release()
     say("stopped; sessions are kept")

@@ -35,6 +35,7 @@ async def serve_home(
     *,
     with_keys: bool = False,
     database: str | None = None,
+    blobs: str | None = None,
     advertise: str | None = None,
     settings: Settings | None = None,
 ) -> None:
@@ -49,14 +50,16 @@ async def serve_home(
             that server stops all.
         listeners: Further listening sockets; closed at the end. Without keys on loopback only.
         with_keys: The further sockets ask for API keys.
-        database, advertise, settings: See `Service.open`.
+        database, blobs, advertise, settings: See `Service.open`.
 
     Raises:
         StorageError: the home or its socket cannot be written.
         IncompatibleVersion: a newer version wrote the home's database.
         ServiceUnavailable: another server on the database keeps this one from starting, or has replaced it.
     """
-    service = await Service.open(home, open_host(), database=database, advertise=advertise, settings=settings)
+    service = await Service.open(
+        home, open_host(), database=database, blobs=blobs, advertise=advertise, settings=settings
+    )
     try:
         private, location = _listen(run)
         try:

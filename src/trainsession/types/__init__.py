@@ -1,7 +1,7 @@
 """The data model: plain values, no I/O, no torch."""
 
 from .data import Datum, EncodedTextChunk, ModelInput, TensorData
-from .params import AdamParams, LoraConfig, LossName, SamplingParams
+from .params import GAP_TIMEOUT_SECONDS, AdamParams, LoraConfig, LossName, SamplingParams, check_gap_timeout
 from .results import (
     BaseModel,
     Checkpoint,
@@ -14,12 +14,16 @@ from .results import (
     StopReason,
     Usage,
 )
-from .usage import USAGE_GROUPS, UsageGroup, UsageReport, UsageRow
+from .usage import BUDGET_PERIODS, USAGE_GROUPS, Budget, BudgetPeriod, UsageGroup, UsageReport, UsageRow
 
 __all__ = [
+    "BUDGET_PERIODS",
+    "GAP_TIMEOUT_SECONDS",
     "USAGE_GROUPS",
     "AdamParams",
     "BaseModel",
+    "Budget",
+    "BudgetPeriod",
     "Checkpoint",
     "Datum",
     "EncodedTextChunk",
@@ -39,4 +43,5 @@ __all__ = [
     "UsageGroup",
     "UsageReport",
     "UsageRow",
+    "check_gap_timeout",
 ]

@@ -16,16 +16,16 @@ _MAX_TEXT = 400
 
 
 def session_html(session: SessionInfo) -> str:
-    created = datetime.fromtimestamp(session.created_at, UTC)
+    until = "" if session.waiting_until is None else f" until {_time(session.waiting_until)}"
     rows = [
         ("session", session.session_id),
         ("name", session.name),
         ("base model", session.base_model),
         ("adapter", ", ".join(f"{key} {value}" for key, value in (session.lora or {}).items() if value is not None)),
-        ("state", f"{session.state}{f', waits for {session.waiting_for}' if session.waiting_for else ''}"),
+        ("state", f"{session.state}{f', waits for {session.waiting_for}' if session.waiting_for else ''}{until}"),
         ("steps", str(session.step)),
         ("tags", ", ".join(session.tags)),
-        ("created", f"{created:%Y-%m-%d %H:%M:%S} UTC"),
+        ("created", _time(session.created_at)),
     ]
     return table(("", ""), [row for row in rows if row[1]])
 
@@ -45,7 +45,8 @@ def usage_html(report: UsageReport) -> str:
         f"wall {report.wall_seconds:.1f} s, engine busy {report.busy_seconds:.1f} s, "
         f"idle {report.idle_seconds:.1f} s (costs nothing)"
     )
-    return table(("session", *kinds, "cost"), rows) + f"<div>{html.escape(times)}</div>"
+    lines = [times] if report.budget is None else [times, str(report.budget)]
+    return table(("session", *kinds, "cost"), rows) + "".join(f"<div>{html.escape(line)}</div>" for line in lines)
 
 
 def samples_html(response: SampleResponse) -> str:
@@ -66,6 +67,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         lines.append(f"<tr>{cells}</tr>")
     more = f"<div>... and {len(rows) - _MAX_ROWS} more</div>" if len(rows) > _MAX_ROWS else ""
     return f"<table>{''.join(lines)}</table>{more}"
+
+
+def _time(at: float) -> str:
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def shortened(text: str, length: int) -> str:

@@ -15,6 +15,17 @@ from ..limits import LIMITS
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 
+GAP_TIMEOUT_SECONDS = 600.0
+"""Default of a session's ``gap_timeout``: longer than a client tries to send one operation."""
+MAX_GAP_TIMEOUT_SECONDS = 7 * 86_400.0
+
+
+def check_gap_timeout(seconds: Any) -> None:
+    """Raise `InvalidRequest` for what is no time to wait; None is for ever."""
+    ok = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= MAX_GAP_TIMEOUT_SECONDS
+    expected = f"expected seconds above 0 and at most {MAX_GAP_TIMEOUT_SECONDS:g}, or None for ever"
+    _check(seconds is None or ok, f"gap_timeout: {expected}, got {seconds!r}", "gap_timeout")
+
 
 def _check(condition: bool, message: str, key: str) -> None:
     if not condition:

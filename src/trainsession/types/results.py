@@ -177,6 +177,10 @@ class SessionInfo:
     step: int = 0
     waiting_for: str = ""
     """Why nothing runs, e.g. ``"sequence number 7"`` when a gap blocks the queue."""
+    waiting_since: float | None = None
+    """When the first operation came that waits for that number."""
+    waiting_until: float | None = None
+    """When that number counts as failed (the session's ``gap_timeout``); None: never."""
 
     def _repr_html_(self) -> str:
         return session_html(self)

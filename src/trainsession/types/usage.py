@@ -17,6 +17,52 @@ USAGE_GROUPS: tuple[UsageGroup, ...] = get_args(UsageGroup)
 """What a report's rows can be grouped by. Days are those of UTC, as ``2026-12-01``."""
 
 
+BudgetPeriod = Literal["total", "month"]
+BUDGET_PERIODS: tuple[BudgetPeriod, ...] = get_args(BudgetPeriod)
+"""What a budget is for: everything ever, or each calendar month of UTC."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a project may spend. Money is exact.
+
+    Attributes:
+        amount: For the whole period.
+        spent: Charged in this period.
+        reserved: The most that unfinished work can still cost.
+        resets_at: Seconds since 1970: the next period begins. None for ``total``.
+    """
+
+    amount: Decimal
+    currency: str
+    period: BudgetPeriod
+    spent: Decimal
+    reserved: Decimal
+    resets_at: float | None = None
+
+    @property
+    def left(self) -> Decimal:
+        """What new work may cost; 0 where the budget was lowered below what is spent."""
+        return max(Decimal(0), self.amount - self.spent - self.reserved)
+
+    def __str__(self) -> str:
+        every = "" if self.period == "total" else f" a {self.period}"
+        return (
+            f"budget {self.amount:.6f} {self.currency}{every}: {self.spent:.6f} spent, {self.reserved:.6f} reserved, "
+            f"{self.left:.6f} left"
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        """As JSON has it: exact money as text."""
+        money = {"budget": self.amount, "spent": self.spent, "reserved": self.reserved, "left": self.left}
+        return {
+            **{name: f"{value:f}" for name, value in money.items()},
+            "currency": self.currency,
+            "period": self.period,
+            "resets_at": self.resets_at,
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class UsageRow:
     """One group of a `UsageReport`.
@@ -60,6 +106,7 @@ class UsageReport:
         by: What ``rows`` are grouped by.
         rows: One for each group, in the order of their values; empty where no grouping was asked for.
         costs: The total cost, exact, by currency.
+        budget: The project's, as of now; None where it has none, and in a report of all projects.
     """
 
     total: Usage
@@ -71,6 +118,7 @@ class UsageReport:
     by: tuple[str, ...] = ()
     rows: list[UsageRow] = field(default_factory=list)
     costs: dict[str, Decimal] = field(default_factory=dict)
+    budget: Budget | None = None
 
     @property
     def idle_seconds(self) -> float:
@@ -121,6 +169,7 @@ class UsageReport:
                 for row in self.rows
             ],
             "costs": {currency: f"{cost:f}" for currency, cost in self.costs.items()},
+            "budget": None if self.budget is None else self.budget.to_wire(),
         }
 
     def __repr__(self) -> str:

@@ -40,7 +40,7 @@ def test_equal_to_transformers_and_to_itself_alone(
     model = load_model(path, name=name, device="cpu", dtype="float32")
     assert model.exact
 
-    def run(indices: list[int], **shape: int) -> dict[str, SampleResponse]:
+    def run(indices: list[int], **shape: Any) -> dict[str, SampleResponse]:
         sampler = Sampler(model, tiny_tokenizer, num_blocks=64, block_size=8, **shape)
         for i in indices:
             params = SamplingParams(max_tokens=9, temperature=0, seed=0, stop=[])

@@ -45,6 +45,10 @@ class KVCache:
         self._first_row_2G = heads.view(2, 1, model.num_kv_heads, 1)
         self._gathered = torch.empty(0, dtype=model.dtype, device=model.device)
 
+    def layer(self, layer: int) -> torch.Tensor:
+        """Keys and values of one layer, (2, G, N * S, D)."""
+        return self._layers[layer]
+
     def slots(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
         """Where positions ``start:stop`` of a sequence with these blocks lie."""
         size = self.block_size

@@ -21,6 +21,7 @@ from .kv_cache import KVCache
 from .scheduler import Chunk
 from .sequence import Request
 from .sequence import Sequence as Sample
+from .static import StaticDecoder
 from .windows import DecodeWindows
 
 _LOGIT_ROWS = 128
@@ -38,16 +39,34 @@ class ScoredRows:
 
 
 class Runner:
-    """Runs prefill and decode passes over the cache."""
+    """Runs prefill and decode passes over the cache.
 
-    def __init__(self, model: LoadedModel, cache: KVCache) -> None:
+    Args:
+        static: Runs the decode steps that fit in there.
+    """
+
+    def __init__(self, model: LoadedModel, cache: KVCache, static: StaticDecoder | None = None) -> None:
         self._model = model
         self._cache = cache
+        self._static = static
         self._windows = DecodeWindows(cache)
 
     def release(self) -> None:
         """Give back memory that is kept from step to step."""
         self._windows.keep(set())
+        if self._static is not None:
+            self._static.forget()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether decode steps can be started before it is known which samples go on."""
+        return self._static is not None
+
+    def run_ahead(self, going_on: Sequence[tuple[Sample, int]], adapters: Mapping[str, Adapter | None]) -> None:
+        """Start the next decode step of samples, with the tokens that they were just given."""
+        if self._static is not None and going_on:
+            owners = [adapters[sample.request.id] for sample, _ in going_on]
+            self._static.run_ahead([s for s, _ in going_on], [token for _, token in going_on], owners)
 
     def prefill(
         self,
@@ -104,6 +123,19 @@ class Runner:
         Returns:
             The samples that want a new token, and their logits (T, V) in the model's dtype.
         """
+        if self._static is not None:
+            owners = [adapters[sample.request.id] for sample in samples]
+            logits_TV = self._static.decode(samples, owners)
+            if logits_TV is not None:
+                wanting = [i for i, sample in enumerate(samples) if sample.wants_token]
+                if len(wanting) < len(samples):
+                    logits_TV = logits_TV.index_select(0, self._tensor(wanting))
+                return [samples[i] for i in wanting], logits_TV
+        return self._decode_packed(samples, adapters)
+
+    def _decode_packed(
+        self, samples: Sequence[Sample], adapters: Mapping[str, Adapter | None]
+    ) -> tuple[list[Sample], torch.Tensor]:
         size = self._cache.block_size
         samples = sorted(samples, key=lambda s: (s.request.weights_key, padded_blocks(s.computed // size + 1)))
         lengths = [padded_blocks(sample.computed // size + 1) for sample in samples]

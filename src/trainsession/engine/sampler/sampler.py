@@ -7,7 +7,6 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -19,31 +18,20 @@ from ..model import LoadedModel
 from .admission import checked_max_tokens
 from .blocks import BlockManager
 from .kv_cache import KVCache, default_num_blocks
+from .live import Live
 from .runner import Runner, ScoredRows
-from .sampling import Drawn, Row, draw, topk_logprobs, uniform
+from .sampling import Drawn, Row, draw, uniform
 from .scheduler import Decode, Prefill, Scheduler
 from .sequence import Request
 from .sequence import Sequence as Sample
+from .static import StaticDecoder
 from .stopping import StopCondition
 
 logger = logging.getLogger(__name__)
 
-_DRAW_ROWS = 64
-"""Rows whose float32 and float64 copies of the logits exist at once."""
+_DRAW_ROWS = {"cpu": 64, "cuda": 256}
+"""Rows whose float32 and float64 copies of the logits exist at once. Each draw waits for the device once."""
 _CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request that has not ended, with what the scheduler need not know."""
-
-    request: Request
-    stops: list[StopCondition]
-    unfinished: set[int]
-    start_logits_V: torch.Tensor | None = None
-    """Of the prompt's last position; each sample's first token is drawn from it."""
-    prompt_logprobs: list[float | None] = field(default_factory=list)
-    topk_prompt_logprobs: list[list[tuple[int, float]] | None] = field(default_factory=list)
 
 
 class Sampler:
@@ -56,6 +44,7 @@ class Sampler:
         block_size: Positions of a block. Prompts are prefilled and cached in whole blocks.
         max_running: Samples that decode at once.
         chunk_tokens: Prompt tokens of one prefill pass; default 1,024 on a CPU, 8,192 on a GPU.
+        static: Decode in static steps (CUDA graphs on a GPU); default: where that is faster.
     """
 
     def __init__(
@@ -67,19 +56,24 @@ class Sampler:
         block_size: int = 32,
         max_running: int = 256,
         chunk_tokens: int | None = None,
+        static: bool | None = None,
     ) -> None:
         self._model = model
         self.tokenizer = tokenizer
         self._blocks = BlockManager(num_blocks or default_num_blocks(model, block_size), block_size)
-        self._cache = KVCache(model, self._blocks.num_blocks, block_size)
-        self._runner = Runner(model, self._cache)
+        is_static = StaticDecoder.suits(model) if static is None else static
+        # Rows that only fill a static step up write to a page of their own.
+        self._cache = KVCache(model, self._blocks.num_blocks + is_static, block_size)
+        on_cuda = model.device.type == "cuda"
+        decoder = StaticDecoder(model, self._cache, capture=on_cuda) if is_static else None
+        self._runner = Runner(model, self._cache, decoder)
         self._scheduler = Scheduler(
             self._blocks,
             max_running=max_running,
             chunk_tokens=chunk_tokens or _CHUNK_TOKENS[model.device.type],
             cache_generated=not model.exact,
         )
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
         self._adapters: dict[str, Adapter | None] = {}
         self._cancelled: list[str] = []
         self._arrivals = itertools.count()
@@ -109,7 +103,7 @@ class Sampler:
         )
         self._scheduler.add(request)
         self._adapters[request.id] = adapter
-        self._live[request.id] = _Live(
+        self._live[request.id] = Live(
             request=request,
             stops=[
                 StopCondition(
@@ -165,9 +159,12 @@ class Sampler:
         return events
 
     def _prefill(self, plan: Prefill, events: list[SampleEvent]) -> None:
+        def score(scored: ScoredRows) -> None:
+            self._live[scored.request.id].score(scored)
+
         def run(ids: set[str]) -> None:
             chunks = [chunk for chunk in plan.chunks if chunk.request.id in ids]
-            for request_id, logits_V in self._runner.prefill(chunks, self._adapters, self._score).items():
+            for request_id, logits_V in self._runner.prefill(chunks, self._adapters, score).items():
                 self._live[request_id].start_logits_V = logits_V
 
         self._isolate({chunk.request.id for chunk in plan.chunks}, run, events)
@@ -189,8 +186,27 @@ class Sampler:
         self._isolate({sample.request.id for sample in plan.sequences}, run, events)
         for sample in plan.sequences:
             self._scheduler.decoded(sample)
+        drawn: list[tuple[Sample, Drawn]] = []
         for samples, logits_TV in drawn_from:
-            self._draw(samples, lambda rows, logits_TV=logits_TV: logits_TV[rows.start : rows.stop], events)
+            drawn += self._draw(samples, lambda rows, logits_TV=logits_TV: logits_TV[rows.start : rows.stop])
+        self._run_ahead(drawn)
+        self._take(drawn, events)
+
+    def _run_ahead(self, drawn: list[tuple[Sample, Drawn]]) -> None:
+        """Start the next step on the device, which computes while the host looks at these tokens.
+
+        A sample that ends with its token has a row for nothing; nobody reads it.
+        """
+        if not self._runner.runs_ahead or self._scheduler.has_prompts():
+            return
+        going_on = [
+            (sample, token.token)
+            for sample, token in drawn
+            if math.isfinite(token.logprob)
+            and len(sample.output) + 1 < sample.request.max_tokens
+            and self._scheduler.grow(sample)
+        ]
+        self._runner.run_ahead(going_on, self._adapters)
 
     def _start_samples(self, events: list[SampleEvent]) -> None:
         forks = self._scheduler.forks()
@@ -201,7 +217,7 @@ class Sampler:
         def logits(rows: range) -> torch.Tensor:
             return torch.stack([start for start in starts[rows.start : rows.stop] if start is not None])
 
-        self._draw(fresh, logits, events)
+        self._take(self._draw(fresh, logits), events)
         for live in self._live.values():
             if not live.request.pending:
                 live.start_logits_V = None
@@ -220,19 +236,26 @@ class Sampler:
 
     # --- tokens ----------------------------------------------------------------------------
     def _draw(
-        self, samples: Sequence[Sample], logits_of: Callable[[range], torch.Tensor], events: list[SampleEvent]
-    ) -> None:
-        for start in range(0, len(samples), _DRAW_ROWS):
-            rows = range(start, min(start + _DRAW_ROWS, len(samples)))
+        self, samples: Sequence[Sample], logits_of: Callable[[range], torch.Tensor]
+    ) -> list[tuple[Sample, Drawn]]:
+        drawn: list[tuple[Sample, Drawn]] = []
+        count = _DRAW_ROWS[self._model.device.type]
+        for start in range(0, len(samples), count):
+            rows = range(start, min(start + count, len(samples)))
             batch = [samples[row] for row in rows]
-            for sample, drawn in zip(batch, draw(logits_of(rows), [self._row(s) for s in batch]), strict=True):
-                live = self._live.get(sample.request.id)
-                if live is None:
-                    continue  # failed with an earlier sample of this step
-                try:
-                    self._append(live, sample, drawn, events)
-                except Exception as error:  # of this request alone; reported as its event
-                    self._fail(sample.request.id, error, events)
+            asked = [self._row(sample) for sample in batch]
+            drawn += zip(batch, draw(logits_of(rows), asked), strict=True)
+        return drawn
+
+    def _take(self, drawn: list[tuple[Sample, Drawn]], events: list[SampleEvent]) -> None:
+        for sample, token in drawn:
+            live = self._live.get(sample.request.id)
+            if live is None:
+                continue  # failed with an earlier sample of this step
+            try:
+                self._append(live, sample, token, events)
+            except Exception as error:  # of this request alone; reported as its event
+                self._fail(sample.request.id, error, events)
 
     def _row(self, sample: Sample) -> Row:
         item = sample.request.item
@@ -248,7 +271,7 @@ class Sampler:
             topk=item.topk_logprobs,
         )
 
-    def _append(self, live: _Live, sample: Sample, drawn: Drawn, events: list[SampleEvent]) -> None:
+    def _append(self, live: Live, sample: Sample, drawn: Drawn, events: list[SampleEvent]) -> None:
         if not math.isfinite(drawn.logprob):
             raise NonFinite(
                 f"sample {sample.index}, token {len(sample.output)}: the model's logits are not finite",
@@ -277,29 +300,8 @@ class Sampler:
             if not live.unfinished:
                 self._finish_request(live, events)
 
-    def _score(self, scored: ScoredRows) -> None:
-        """Fill in the logprobs of the prompt tokens that these rows predict, at T=1."""
-        live = self._live[scored.request.id]
-        prompt = scored.request.prompt
-        stop = min(scored.stop, len(prompt) - 1)  # nothing follows the last token
-        if stop <= scored.start:
-            return
-        logprobs_TV = torch.log_softmax(scored.logits_TV[: stop - scored.start].float(), dim=-1)
-        targets = torch.tensor(prompt[scored.start + 1 : stop + 1], device=logprobs_TV.device)
-        values = logprobs_TV.gather(1, targets[:, None])[:, 0].tolist()
-        for offset, value in enumerate(values):
-            if math.isnan(value):
-                raise NonFinite(
-                    f"prompt token {scored.start + offset + 1}: the model's logits are not finite",
-                    details={"key": "prompt", "position": scored.start + offset + 1},
-                )
-        live.prompt_logprobs[scored.start + 1 : stop + 1] = values
-        count = scored.request.item.topk_prompt_logprobs
-        if count:
-            live.topk_prompt_logprobs[scored.start + 1 : stop + 1] = topk_logprobs(logprobs_TV, [count] * len(values))
-
     # --- ends ------------------------------------------------------------------------------
-    def _finish_request(self, live: _Live, events: list[SampleEvent]) -> None:
+    def _finish_request(self, live: Live, events: list[SampleEvent]) -> None:
         item = live.request.item
         self._forget(live.request.id)
         events.append(

@@ -97,6 +97,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.line or self.queue or self.running)
 
+    def has_prompts(self) -> bool:
+        """Whether another pass than a decode step of those that run may come next."""
+        return bool(self.line or self.queue)
+
     def drop(self, request: Request, *, poisoned: bool = False) -> None:
         """Take a request out at once, wherever it stands."""
         self.line.remove(request)
@@ -146,6 +150,14 @@ class Scheduler:
             request.prompt_scored = True
             if not request.pending:
                 self._leave_queue(request)
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Whether a running sample has a slot for its next position; taken from nobody."""
+        if sequence.computed == len(sequence.blocks) * self.blocks.block_size:
+            if not self.blocks.num_free:
+                return False
+            sequence.blocks.append(self.blocks.allocate())
+        return True
 
     def decoded(self, sequence: Sequence) -> None:
         if sequence.wants_token:  # catching up after a preemption is not its project's fault

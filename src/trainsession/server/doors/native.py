@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel as PydanticModel
 
 from ..._version import __version__
@@ -21,7 +21,7 @@ from ...wire import MEDIA_TYPE, pack
 from .. import schemas
 from ..access_log import note
 from ..auth import CallerOf, Project, ask_again, authenticated, needs
-from ..responses import MsgpackResponse, error_body, media_type, unpack_body
+from ..responses import MsgpackResponse, error_body, file_response, media_type, unpack_body
 from ..routes import KeyedRoute, PlainRoute
 from ..waiting import ASK_AGAIN_SECONDS, unless_closing, while_connected
 
@@ -309,15 +309,14 @@ async def checkpoint_files(
 @router.get(
     "/checkpoints/file",
     tags=["checkpoints"],
-    response_class=FileResponse,
+    response_class=StreamingResponse,
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 @needs("read")
 async def checkpoint_file(
     query: Annotated[schemas.FileQuery, Query()], project: Project, service: ServiceOf
 ) -> Response:
-    path = await service.read_checkpoint_file(project, query.path, query.name)
-    return FileResponse(path, media_type="application/octet-stream")
+    return file_response(await service.read_checkpoint_file(project, query.path, query.name))
 
 
 @router.post(

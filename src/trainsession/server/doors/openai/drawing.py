@@ -53,7 +53,7 @@ class Drawing:
         cls, service: Service, caller: Caller, weights: dict[str, str], samples: Sequence[SampleRequest]
     ) -> Self:
         """All of them or none; raises what `Service.submit_samples` does."""
-        ids = await service.submit_samples(caller.project, weights, samples, only=caller.only)
+        ids = await service.submit_samples(caller.project, weights, samples, only=caller.only, whole=True)
         return cls(service, caller, ids)
 
     async def results(self, request: Request) -> list[SampleResponse]:

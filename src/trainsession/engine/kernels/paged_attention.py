@@ -1,0 +1,166 @@
+"""Attention of one new position of each sequence to its keys in the paged cache.
+
+The kernel reads keys and values where they lie (flash decoding, Dao et al. 2023): nothing is gathered
+or padded, a sequence costs what its own length costs. The query heads that share a key/value head are
+rows of one product. Where there are too few sequences to fill the device, a sequence's keys are split
+among several programs, whose results a second kernel adds up.
+
+Shapes: B sequences, H query heads, G key/value heads, R = H / G, D head dimension, P pages of a table,
+N slots of the cache (pages times positions).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+_KEYS = 64
+"""Keys of one product."""
+_MIN_ROWS = 16
+"""Query rows of one product: what the tensor cores take at least."""
+_PROGRAMS = 528
+"""Programs that a launch should have, four for each multiprocessor of an H200."""
+
+
+def paged_attention(
+    q_BHD: torch.Tensor,
+    kv_2GND: torch.Tensor,
+    tables_BP: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention output (B, H, D) of the last of each sequence's ``lengths_B`` positions.
+
+    On CUDA by the Triton kernel, elsewhere by `paged_attention_in_torch`.
+
+    Args:
+        q_BHD: Queries.
+        kv_2GND: Keys and values of one layer.
+        tables_BP: int32, the page of each run of ``page_size`` positions; beyond a sequence's own, anything.
+        lengths_B: int32, keys of each sequence, at least 1.
+        page_size: Positions of a page.
+        scale: Of the scores.
+        window: Only so many last positions are attended to.
+    """
+    if not q_BHD.is_cuda:
+        return paged_attention_in_torch(
+            q_BHD, kv_2GND, tables_BP, lengths_B, page_size=page_size, scale=scale, window=window
+        )
+    return launch(q_BHD, kv_2GND, tables_BP, lengths_B, page_size=page_size, scale=scale, window=window)
+
+
+def paged_attention_in_torch(
+    q_BHD: torch.Tensor,
+    kv_2GND: torch.Tensor,
+    tables_BP: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """The same sequence by sequence, in float32."""
+    groups = kv_2GND.shape[1]
+    out_BHD = torch.empty_like(q_BHD)
+    for i, length in enumerate(lengths_B.tolist()):
+        first = 0 if window is None else max(0, length - window)
+        positions = torch.arange(first, length, device=q_BHD.device)
+        slots = tables_BP[i, positions // page_size].long() * page_size + positions % page_size
+        k_GLD, v_GLD = kv_2GND[:, :, slots].float()
+        q_GRD = q_BHD[i].float().view(groups, -1, q_BHD.shape[-1])
+        probs_GRL = torch.softmax(q_GRD @ k_GLD.transpose(1, 2) * scale, dim=-1)
+        out_BHD[i] = (probs_GRL @ v_GLD).view(q_BHD.shape[1:]).to(q_BHD.dtype)
+    return out_BHD
+
+
+def available() -> bool:
+    """Whether the kernel can be used: Triton is installed."""
+    try:
+        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return False
+    return True
+
+
+def splits_of(sequences: int, heads: int) -> int:
+    """Programs that share the keys of one sequence and head; a power of two, by the launch's size alone."""
+    splits = 1
+    while splits < 16 and sequences * heads * splits * 2 <= _PROGRAMS:
+        splits *= 2
+    return splits
+
+
+def launch(
+    q_BHD: torch.Tensor,
+    kv_2GND: torch.Tensor,
+    tables_BP: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    page_size: int,
+    scale: float,
+    window: int | None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """`paged_attention` by the Triton kernel; under Triton's interpreter on the CPU, too.
+
+    Args:
+        splits: See `splits_of`, the default.
+    """
+    attend, combine = _kernels()
+    batch, heads, dim = q_BHD.shape
+    groups, slots = kv_2GND.shape[1:3]
+    splits = splits or splits_of(batch, groups)
+    q_BHD = q_BHD.contiguous()
+    out_BHD = torch.empty_like(q_BHD)
+    rows = max(_MIN_ROWS, _power_of_two(heads // groups))
+    width = max(16, _power_of_two(dim))
+    if splits == 1:
+        parts, sums = out_BHD, out_BHD
+    else:
+        parts = q_BHD.new_empty(batch, heads, splits, dim, dtype=torch.float32)
+        sums = q_BHD.new_empty(batch, heads, splits, dtype=torch.float32)
+    attend[(batch, groups, splits)](
+        q_BHD,
+        kv_2GND,
+        tables_BP,
+        lengths_B,
+        parts,
+        sums,
+        scale * 1.4426950408889634,
+        0 if window is None else window,
+        slots,
+        tables_BP.stride(0),
+        H=heads,
+        R=heads // groups,
+        G=groups,
+        D=dim,
+        ROWS=rows,
+        WIDTH=width,
+        PAGE=page_size,
+        KEYS=_KEYS,
+        SPLITS=splits,
+        PRECISION="ieee" if q_BHD.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        combine[(batch * heads,)](parts, sums, out_BHD, D=dim, WIDTH=width, SPLITS=splits)
+    return out_BHD
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+@cache
+def _kernels() -> tuple[Any, Any]:
+    # Triton compiles from a function's source file, so the kernels stand in a module of their own,
+    # which only this import reads: it cannot be imported without Triton.
+    from .triton import paged_attention as kernels
+
+    return kernels.attend, kernels.combine

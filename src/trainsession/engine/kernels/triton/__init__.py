@@ -1,0 +1,1 @@
+"""The kernels' own source; importing a module of this folder needs Triton."""
