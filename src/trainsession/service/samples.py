@@ -42,6 +42,9 @@ from .weights import WeightsResolver, WeightsSource
 logger = logging.getLogger(__name__)
 _REMEMBERED = 256
 """Finished samples whose stream can be replayed from memory."""
+_ENDS_AT_ONCE = 16
+"""Results that are made and written together. A thousand samples that end in one step would else hold up
+everybody who asks the service for something at that moment."""
 _CANCEL_SECONDS = 5.0
 """A closing service waits so long for cancelled samples; they end within a decode step."""
 
@@ -71,6 +74,7 @@ class Samples:
         self._runs: dict[str, SampleRun] = {}
         self._finished: OrderedDict[str, SampleRun] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ends = asyncio.Semaphore(_ENDS_AT_ONCE)
         self._closing = False
 
     async def submit(
@@ -205,6 +209,10 @@ class Samples:
     # --- ends --------------------------------------------------------------------------------
 
     async def _finish(self, run: SampleRun, end: SampleEvent) -> None:
+        async with self._ends:
+            await self._write_result(run, end)
+
+    async def _write_result(self, run: SampleRun, end: SampleEvent) -> None:
         cached = run.quote.cached
         tokens = {"prefill": int(run.request.prompt.size) - cached, "prefill_cached": cached}
         tokens["sample"] = sum(map(len, run.tokens))

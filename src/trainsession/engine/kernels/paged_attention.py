@@ -78,13 +78,20 @@ def paged_attention_in_torch(
     return out_BHD
 
 
-def available() -> bool:
-    """Whether the kernel can be used: Triton is installed."""
+def why_not(heads: int, groups: int, dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the kernel cannot be used for these shapes; "" where a trial of it ran."""
     try:
-        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+        q_BHD = torch.zeros(1, heads, dim, dtype=dtype, device=device)
+        kv_2GND = torch.zeros(2, groups, _KEYS, dim, dtype=dtype, device=device)
+        tables_BP = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        lengths_B = torch.ones(1, dtype=torch.int32, device=device)
+        for splits in (1, 2):
+            launch(q_BHD, kv_2GND, tables_BP, lengths_B, page_size=_KEYS, scale=1.0, window=None, splits=splits)
     except ImportError:
-        return False
-    return True
+        return "Triton is not installed"
+    except Exception as error:  # of Triton's compiler, or the card has too little shared memory
+        return f"the attention kernel does not run here: {error}"
+    return ""
 
 
 def splits_of(sequences: int, heads: int) -> int:
@@ -146,7 +153,8 @@ def launch(
         SPLITS=splits,
         PRECISION="ieee" if q_BHD.dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=3,
+        # Keys and values of a stage must fit into shared memory.
+        num_stages=3 if width * q_BHD.element_size() <= 256 else 1,
     )
     if splits > 1:
         combine[(batch * heads,)](parts, sums, out_BHD, D=dim, WIDTH=width, SPLITS=splits)

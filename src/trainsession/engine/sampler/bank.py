@@ -1,14 +1,15 @@
 """LoRA matrices of many adapters side by side, at addresses that never change.
 
 A decode step that is captured once serves whatever adapters come and go: every adapter has columns of
-its own in one A and one B per layer, and a row's mask is zero at the columns of the others. So the
-products of all rows and all adapters are two, ``(x A^T * mask) B^T``, however they are mixed. Layers
+its own in one A and one B per layer, and a row is zero at the columns of the others in between. So the
+products of all rows and all adapters are two, ``(x A^T masked) B^T``, however they are mixed. Layers
 that are called with the same tensor (query, key and value; gate and up) share the first. An adapter's
 scale is part of its A here.
 
 Shapes: T rows, K inputs, N outputs, C columns.
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import weakref
@@ -33,10 +34,10 @@ _GRAIN = 16
 
 @dataclass(frozen=True, slots=True)
 class RowAdapters:
-    """`context.RowAdapters` of a static pass: 1 at the columns of each row's adapter, (T, C); C may be 0."""
+    """`context.RowAdapters` of a static pass: true at columns that are not of the row's adapter, (T, C); C may be 0."""
 
     bank: AdapterBank
-    mask_TC: torch.Tensor
+    hidden_TC: torch.Tensor
     _low: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """What a layer computed for its siblings: by name, of which tensor, and their ``x A^T * mask``."""
 
@@ -44,8 +45,8 @@ class RowAdapters:
         """(..., K) -> (..., N): the layer with every row's own adapter."""
         out = functional.linear(x, layer.weight, layer.bias)
         b_NC = self.bank.b.get(layer.name)
-        if b_NC is not None and self.mask_TC.shape[1]:
-            columns = self.mask_TC.shape[1]
+        if b_NC is not None and self.hidden_TC.shape[1]:
+            columns = self.hidden_TC.shape[1]
             out.view(-1, out.shape[-1]).addmm_(self._low_of(layer, x), b_NC[:, :columns].t())
         return out
 
@@ -53,8 +54,9 @@ class RowAdapters:
         ready = self._low.pop(layer.name, None)
         if ready is not None and ready[0] is x:
             return ready[1]
-        a_SCK = self.bank.a[layer.siblings[0].name][:, : self.mask_TC.shape[1]]
-        low_STC = (x.reshape(-1, x.shape[-1]) @ a_SCK.transpose(1, 2)).mul_(self.mask_TC)
+        a_SCK = self.bank.a[layer.siblings[0].name][:, : self.hidden_TC.shape[1]]
+        # Filled, not multiplied: a row that overflows in another's columns must not become NaN by it.
+        low_STC = (x.reshape(-1, x.shape[-1]) @ a_SCK.transpose(1, 2)).masked_fill_(self.hidden_TC, 0)
         for sibling, low_TC in zip(layer.siblings, low_STC, strict=True):
             self._low[sibling.name] = (x, low_TC)
         return self._low.pop(layer.name)[1]
@@ -85,18 +87,21 @@ class AdapterBank:
         self._places: dict[int, _Place] = {}
         self._time = 0
 
-    def place(self, owners: Sequence[Adapter | None]) -> npt.NDArray[np.float32] | None:
-        """Bring the rows' adapters in, and return the rows' mask (rows, columns of the step).
+    def place(self, owners: Sequence[Adapter | None]) -> npt.NDArray[np.bool_] | None:
+        """Bring the rows' adapters in, and return what each row does not see (rows, columns of the step).
 
-        None: they have more columns than there are.
+        None: they have more columns than there are, or one has numbers that the model's dtype does not hold.
         """
         self._time += 1
         wanted = {id(adapter): adapter for adapter in owners if adapter is not None}
         if sum(_width(adapter) for adapter in wanted.values()) > COLUMNS:
             return None
-        for place in [self._find(adapter) for adapter in wanted.values()]:
+        for adapter in wanted.values():
+            place = self._find(adapter)
             if place is not None:
                 place.used = self._time
+            elif not self._holds(adapter):
+                return None
         if not all(self._find(adapter) or self._bring_in(adapter) for adapter in wanted.values()):
             self._places.clear()  # there is room, but in pieces
             for adapter in wanted.values():
@@ -104,15 +109,21 @@ class AdapterBank:
         spans = {key: self._places[_key(adapter)].columns for key, adapter in wanted.items()}
         last = max((span.stop for span in spans.values()), default=0)
         columns = 0 if last == 0 else next(step for step in _STEPS if step >= last)
-        mask = np.zeros((len(owners), columns), dtype=np.float32)
+        hidden = np.ones((len(owners), columns), dtype=np.bool_)
         for row, adapter in enumerate(owners):
             if adapter is not None:
-                mask[row, spans[id(adapter)]] = 1
-        return mask
+                hidden[row, spans[id(adapter)]] = False
+        return hidden
 
     def _find(self, adapter: Adapter) -> _Place | None:
         place = self._places.get(_key(adapter))
         return place if place is not None and place.first() is not None else None
+
+    def _holds(self, adapter: Adapter) -> bool:
+        """Whether all numbers stay finite here: an infinity times another row's zero would be NaN."""
+        largest = torch.stack(torch._foreach_norm([p.detach() for p in adapter.parameters()], float("inf")))
+        largest[::2] *= adapter.scale
+        return bool(largest.max() <= torch.finfo(next(iter(self._layers.values())).weight.dtype).max)
 
     def _bring_in(self, adapter: Adapter) -> bool:
         """Copy an adapter into free columns, or into those of adapters that this step does not use."""
@@ -120,7 +131,6 @@ class AdapterBank:
         if start is None:
             return False
         columns = slice(start, start + _width(adapter))
-        self._places[_key(adapter)] = _Place(columns, weakref.ref(adapter.parameters()[0]), self._time)
         for name in adapter.weights.keys() - self.b.keys():
             self._add(self._layers[name])
         for name, b_NC in self.b.items():
@@ -134,6 +144,8 @@ class AdapterBank:
                 rank = pair.A.shape[0]
                 a_CK[start : start + rank].copy_(pair.A * adapter.scale)
                 b_NC[:, start : start + rank].copy_(pair.B)
+        # Only now: an adapter that was copied half, for want of memory, must not be found.
+        self._places[_key(adapter)] = _Place(columns, weakref.ref(adapter.parameters()[0]), self._time)
         return True
 
     def _free(self, width: int) -> int | None:

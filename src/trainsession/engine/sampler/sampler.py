@@ -72,6 +72,7 @@ class Sampler:
             max_running=max_running,
             chunk_tokens=chunk_tokens or _CHUNK_TOKENS[model.device.type],
             cache_generated=not model.exact,
+            runs_ahead=is_static,
         )
         self._live: dict[str, Live] = {}
         self._adapters: dict[str, Adapter | None] = {}
@@ -149,12 +150,15 @@ class Sampler:
         for request_id in self._cancelled:
             self._end_cancelled(request_id, events)
         self._cancelled.clear()
+        self._scrub()
         plan = self._scheduler.schedule()
+        self._scrub()  # a block that it took from one sample and gave to another
         self._passes += plan is not None
         if isinstance(plan, Prefill):
             self._prefill(plan, events)
         elif isinstance(plan, Decode):
             self._decode(plan, events)
+        self._scrub()
         self._start_samples(events)
         return events
 
@@ -206,7 +210,10 @@ class Sampler:
             and len(sample.output) + 1 < sample.request.max_tokens
             and self._scheduler.grow(sample)
         ]
-        self._runner.run_ahead(going_on, self._adapters)
+        try:
+            self._runner.run_ahead(going_on, self._adapters)
+        except Exception as error:  # the step itself comes again, and tells whose fault it is
+            logger.debug("no step ahead: %s", error)
 
     def _start_samples(self, events: list[SampleEvent]) -> None:
         forks = self._scheduler.forks()
@@ -295,7 +302,6 @@ class Sampler:
         )
         if reason:
             self._scheduler.finish(sample)
-            self._scrub()
             live.unfinished.discard(sample.index)
             if not live.unfinished:
                 self._finish_request(live, events)
@@ -318,7 +324,6 @@ class Sampler:
         if live is None:
             return  # cancelled twice, or finished meanwhile
         self._scheduler.drop(live.request)
-        self._scrub()
         for index in sorted(live.unfinished):
             stop = live.stops[index]
             delta = stop.end()
@@ -338,7 +343,6 @@ class Sampler:
             error = EngineError(f"sampling failed: {type(error).__name__}")
         # Its blocks may hold the NaN that it failed with.
         self._scheduler.drop(self._live[request_id].request, poisoned=True)
-        self._scrub()
         self._forget(request_id)
         events.append(SampleEvent(request_id=request_id, done=True, error=error))
 

@@ -63,15 +63,24 @@ class Scheduler:
             size.
         cache_generated: Whether blocks that decode steps filled may serve later prompts. Off in
             exact mode, where a decode step may round differently from a prefill.
+        runs_ahead: A sample's next position may be written before it is known whether it goes on: the blocks
+            from there on are scrubbed when it ends, in case that was NaN.
     """
 
     def __init__(
-        self, blocks: BlockManager, *, max_running: int, chunk_tokens: int, cache_generated: bool = False
+        self,
+        blocks: BlockManager,
+        *,
+        max_running: int,
+        chunk_tokens: int,
+        cache_generated: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
         self.blocks = blocks
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
         self.cache_generated = cache_generated
+        self.runs_ahead = runs_ahead
         self.line = WaitingLine()
         """Requests that were not admitted yet."""
         self.queue: list[Request] = []
@@ -107,8 +116,7 @@ class Scheduler:
         self.line.refund(request, *request.pending, *request.running)
         self._release_prompt(request, poisoned=poisoned)
         for sequence in request.running:
-            self.blocks.release(sequence.blocks, poisoned=poisoned)
-            sequence.blocks = []
+            self._release_sample(sequence, poisoned=poisoned)
         request.running.clear()
         request.pending.clear()
         if request.turn != NEVER:
@@ -310,10 +318,15 @@ class Scheduler:
         self._release_prompt(request)
 
     def _stop(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.blocks)
-        sequence.blocks = []
+        self._release_sample(sequence)
         sequence.request.running.remove(sequence)
         self.running.remove(sequence)
+
+    def _release_sample(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        whole = sequence.computed // self.blocks.block_size
+        self.blocks.release(sequence.blocks[whole:], poisoned=poisoned or self.runs_ahead)
+        self.blocks.release(sequence.blocks[:whole], poisoned=poisoned)
+        sequence.blocks = []
 
     def _release_prompt(self, request: Request, *, poisoned: bool = False) -> None:
         self.blocks.release(request.prompt_blocks, poisoned=poisoned)

@@ -107,25 +107,36 @@ class StaticDecoder:
         self._filler = [cache.num_blocks - 1]
         self._rows: list[tuple[list[int], int]] = [(self._filler, 1)] * rows
         """Whose pages stand in the table, and how many."""
-        self._mask_buffer = torch.zeros(rows * COLUMNS, dtype=model.dtype, device=device)
-        self._masked: tuple[list[Adapter | None], torch.Tensor] | None = None
+        self._hidden = torch.zeros(rows * COLUMNS, dtype=torch.bool, device=device)
+        self._placed: tuple[list[Adapter | None], torch.Tensor] | None = None
         """Whose columns stand in it."""
         self._ahead: _Ahead | None = None
+        self.taken_ahead = 0
+        """Steps that were computed before they were asked for."""
         self._seen: set[tuple[int, int]] = set()
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        logit_rows = rows if capture else 0
+        self._logits_TV = torch.zeros(logit_rows, model.vocab_size, dtype=model.dtype, device=device)
+        """What all graphs write to."""
         self._generation = self._bank.generation
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
     @staticmethod
     def suits(model: LoadedModel) -> bool:
-        """Whether this is the faster way for a model: on CUDA with Triton, outside exact mode."""
-        return model.device.type == "cuda" and not model.exact and paged_attention.available()
+        """Whether this is the faster way for a model: on CUDA, outside exact mode, where the kernel runs."""
+        if model.device.type != "cuda" or model.exact:
+            return False
+        reason = paged_attention.why_not(model.num_heads, model.num_kv_heads, model.head_dim, model.dtype, model.device)
+        if reason:
+            logger.warning("%s decodes without CUDA graphs: %s", model.name, reason)
+        return not reason
 
     def decode(self, samples: Sequence[Sample], owners: Sequence[Adapter | None]) -> torch.Tensor | None:
         """Feed each sample its next token; logits (T, V), or None where the step does not fit in here."""
         ahead, self._ahead = self._ahead, None
         logits_TV = None if ahead is None else ahead.logits_of(samples)
         if logits_TV is not None:
+            self.taken_ahead += 1
             return logits_TV
         return self._step(samples, [sample.next_input for sample in samples], owners)
 
@@ -141,38 +152,38 @@ class StaticDecoder:
 
     def forget(self) -> None:
         """Drop what ran ahead, and whatever keeps samples and adapters alive."""
-        self._ahead = self._masked = None
+        self._ahead = self._placed = None
 
     def _step(
         self, samples: Sequence[Sample], tokens: Sequence[int], owners: Sequence[Adapter | None]
     ) -> torch.Tensor | None:
         size = next((size for size in SIZES if size >= len(samples)), None)
-        mask_TC = None if size is None else self._mask(owners, size)
-        if size is None or mask_TC is None:
+        hidden_TC = None if size is None else self._hidden_of(owners, size)
+        if size is None or hidden_TC is None:
             return None
         self._fill(samples, tokens, size)
-        return self._run(size, mask_TC)[: len(samples)]
+        return self._run(size, hidden_TC)[: len(samples)]
 
-    def _mask(self, owners: Sequence[Adapter | None], size: int) -> torch.Tensor | None:
-        """Each row's columns of the bank (T, C), or None where the adapters have more than there are."""
-        last = self._masked
+    def _hidden_of(self, owners: Sequence[Adapter | None], size: int) -> torch.Tensor | None:
+        """Columns of the bank that each row does not see (T, C), or None: see `AdapterBank.place`."""
+        last = self._placed
         if last is not None and last[1].shape[0] == size and _same(last[0], owners):
             return last[1]
-        self._masked = None
-        mask = self._bank.place(owners)
-        if mask is None:
+        self._placed = None
+        hidden = self._bank.place(owners)
+        if hidden is None:
             return None
         if self._bank.generation != self._generation:
             self._generation = self._bank.generation
             self._graphs.clear()
             self._seen.clear()
-        rows, columns = mask.shape
-        mask_TC = self._mask_buffer[: size * columns].view(size, columns)
+        rows, columns = hidden.shape
+        hidden_TC = self._hidden[: size * columns].view(size, columns)
         if columns:
-            mask_TC[:rows].copy_(torch.from_numpy(mask))
-            mask_TC[rows:].zero_()
-        self._masked = (list(owners), mask_TC)
-        return mask_TC
+            hidden_TC[:rows].copy_(torch.from_numpy(hidden))
+            hidden_TC[rows:].fill_(True)
+        self._placed = (list(owners), hidden_TC)
+        return hidden_TC
 
     def _fill(self, samples: Sequence[Sample], tokens: Sequence[int], size: int) -> None:
         page_size, rows = self._cache.block_size, len(samples)
@@ -195,44 +206,52 @@ class StaticDecoder:
             for row, (blocks, (before, pages)) in enumerate(zip(wanted, self._rows, strict=False))
             if before is not blocks or pages != len(blocks)
         ]
-        for row in changed:
-            self._tables[row, : len(wanted[row])] = wanted[row]
-            self._rows[row] = (wanted[row], len(wanted[row]))
         if changed:
-            width = max(self._rows[row][1] for row in changed)
+            for row in changed:
+                self._tables[row, : len(wanted[row])] = wanted[row]
+            width = max(len(wanted[row]) for row in changed)
             low, high = changed[0], changed[-1] + 1
             self._tables_TP[low:high, :width].copy_(torch.from_numpy(self._tables[low:high, :width]))
+            for row in changed:  # once it is there: the copy may find no memory
+                self._rows[row] = (wanted[row], len(wanted[row]))
 
-    def _run(self, size: int, mask_TC: torch.Tensor) -> torch.Tensor:
-        key = (size, mask_TC.shape[1])
+    def _run(self, size: int, hidden_TC: torch.Tensor) -> torch.Tensor:
+        key = (size, hidden_TC.shape[1])
         if not self._captures or key not in self._seen:
             self._seen.add(key)
-            return self._compute(size, mask_TC)
+            return self._compute(size, hidden_TC)
         if key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(size, mask_TC)
+                self._graphs[key] = self._capture(size, hidden_TC)
+            except torch.OutOfMemoryError:
+                self._seen.discard(key)  # training needs it just now; another time, then
+                return self._compute(size, hidden_TC)
             except Exception as error:
                 # An architecture may do what a graph cannot hold: slower, but right.
                 logger.warning("decode steps of %s run without CUDA graphs: %s", self._model.name, error)
                 self._captures = False
-                return self._compute(size, mask_TC)
-        graph, logits_TV = self._graphs[key]
-        graph.replay()
-        # A copy: the next step of this size overwrites the graph's own.
-        return logits_TV.clone()
+                self._graphs.clear()
+                return self._compute(size, hidden_TC)
+        self._graphs[key].replay()
+        # A copy: the next step overwrites it.
+        return self._logits_TV[:size].clone()
 
-    def _capture(self, size: int, mask_TC: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, size: int, hidden_TC: torch.Tensor) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self._model.device)
         torch.cuda.synchronize(self._model.device)
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_TV = self._compute(size, mask_TC)
-        return graph, logits_TV
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._logits_TV[:size].copy_(self._compute(size, hidden_TC))
+        finally:
+            torch.cuda.set_stream(stream)  # a capture that fails at its end stays on its own
+        return graph
 
-    def _compute(self, size: int, mask_TC: torch.Tensor) -> torch.Tensor:
+    def _compute(self, size: int, hidden_TC: torch.Tensor) -> torch.Tensor:
         tokens_T, positions_T, slots_T = self._heads_3T[:, :size]
         attention = StaticAttention(self._cache, slots_T, self._tables_TP[:size], self._lengths_T[:size])
         segments = [Segment(None, 0, size)]
-        rows = RowAdapters(self._bank, mask_TC)
+        rows = RowAdapters(self._bank, hidden_TC)
         context = PassContext(segments, attention, tile=DECODE_TILE, sampling=True, row_adapters=rows)
         h_TE = self._model.hidden(tokens_T, positions_T, context)
         return self._model.logits(h_TE, segments, tile=DECODE_TILE, sampling=True, row_adapters=rows)
