@@ -1,6 +1,6 @@
 """A service process of its own that spends a project's budget as fast as it can; see `test_budget.py`.
 
-    python -m tests.faults.spend HOME DATABASE-URL-OR-EMPTY COUNT
+    python -m tests.faults.spend HOME DATABASE-URL-OR-EMPTY COUNT [alone]
 
 Prints a line when it is open, waits for a line, spends, and prints what it was told.
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -18,9 +20,23 @@ from tests.service.driver import PROJECT, Trainer, prompt, result
 from trainsession.errors import BudgetExceeded
 from trainsession.service.service import Service
 
+NOWHERE = "http://127.0.0.1:1"
+"""Nobody asks one of these servers for what another one runs."""
 
-async def spend(home: Path, url: str, count: int) -> Counter[str]:
-    service = await Service.open(home, NullHost(seconds_per_pass=0.002), database=url or None)
+
+async def opened(home: Path, url: str, alone: bool) -> Service:
+    """On a file its second writer; on a server one of several with a home of its own and shared blobs, unless alone."""
+    host = NullHost(seconds_per_pass=0.002)
+    if not url or alone:
+        return await Service.open(home, host, database=url or None)
+    own = Path(tempfile.mkdtemp())
+    (own / "blobs").symlink_to(home / "blobs")
+    shutil.copy(home / "prices.toml", own)
+    return await Service.open(own, host, database=url, advertise=NOWHERE)
+
+
+async def spend(home: Path, url: str, count: int, alone: bool) -> Counter[str]:
+    service = await opened(home, url, alone)
     trainers = [await Trainer.create(service) for _ in range(8)]
     print("open", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
@@ -51,4 +67,4 @@ async def spend(home: Path, url: str, count: int) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(spend(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))))
+    print(json.dumps(asyncio.run(spend(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:] == ["alone"]))))

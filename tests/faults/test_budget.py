@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.null_engine import NullHost
+from tests.faults.spend import NOWHERE
 from tests.postgres import Databases
 from tests.service.driver import run
 from tests.service.money import allow, left, priced
@@ -27,8 +28,8 @@ BUDGET = 200
 
 
 @contextlib.contextmanager
-def spender(home: Path, url: str | None, count: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.faults.spend", str(home), url or "", str(count)]
+def spender(home: Path, url: str | None, count: int, *, alone: bool = False) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.faults.spend", str(home), url or "", str(count), "alone" if alone else ""]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as process:  # type: ignore[call-overload]
@@ -49,7 +50,7 @@ def test_two_processes_spend_one_budget_and_never_more(tmp_path: Path, databases
     url = databases.url(home)
 
     async def test() -> None:
-        service = await Service.open(home, NullHost(), database=url)
+        service = await Service.open(home, NullHost(), database=url, advertise=NOWHERE if url else None)
         await allow(service, BUDGET)
         with spender(home, url, 32) as one, spender(home, url, 32) as other:
             go(one)
@@ -84,7 +85,7 @@ def test_a_killed_process_leaves_no_reservation_behind(tmp_path: Path, databases
         service = await Service.open(home, NullHost(), database=url)
         await allow(service, BUDGET)
         await service.close()
-        with spender(home, url, 64) as process:
+        with spender(home, url, 64, alone=True) as process:
             go(process)
             await asyncio.sleep(random.Random(seed).uniform(0.01, 0.12))
             process.kill()

@@ -374,3 +374,21 @@ def test_a_sample_without_max_tokens_reserves_the_whole_context(tmp_path: Path) 
             assert await left(service) == (4, 36 + 65_500 * 3)
 
     run(test())
+
+
+def test_attaching_gives_back_only_what_is_still_reserved(tmp_path: Path, each_database: str) -> None:
+    async def test() -> None:
+        async with serving(priced(tmp_path)) as service:
+            await allow(service, 100)
+            trainer = await Trainer.create(service)
+            trainer.request("zero_grad")  # never sent, so nothing behind it runs
+            doomed, kept = await trainer.train([1, 2]), await trainer.train([1, 2])
+            reserved = (await left(service))[1]
+            assert await service.cancel(PROJECT, doomed)
+            assert 0 < (await left(service))[1] < reserved
+            await Trainer.attach(service, trainer.id)
+            assert await left(service) == (0, 0)
+            with pytest.raises(NotFound):
+                await result(service, kept)
+
+    run(test())

@@ -309,7 +309,7 @@ def test_who_has_other_blobs_does_not_start(start: Open, tmp_path: Path) -> None
                 async with start("b"):
                     pass
             # No rows refer to the blob that says so, and yet it is no garbage.
-            (mark,) = (tmp_path / "blobs").iterdir()
+            (mark,) = (tmp_path / "blobs").glob("shared-*")
             os.utime(mark, (1.0, 1.0))
             await a._janitor.round()
         async with start("c"):
@@ -362,5 +362,23 @@ def test_one_process_on_a_file_has_no_lease(tmp_path: Path) -> None:
             assert (await service.check_ready())["lease"] is True
         finally:
             await service.close()
+
+    run(test())
+
+
+def test_a_server_that_is_closing_takes_over_nothing_more(start: Callable[..., Any]) -> None:
+    async def test() -> None:
+        async with start("a") as a:
+            async with start("b") as b:
+                await Trainer.create(b)
+                a.lease.closing = True
+            await asyncio.sleep(5 * QUICK["renew_seconds"])  # b has said goodbye
+            assert a.lease.replaced == 0
+            a.lease.closing = False
+
+            async def has_taken_over() -> bool:
+                return a.lease.replaced == 1
+
+            await until(has_taken_over)
 
     run(test())

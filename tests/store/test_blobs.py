@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import stat
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import pytest
 from tests.s3 import BUCKET, SECRET, BlobStores, S3Server, settings
 from trainsession.errors import BlobsUnavailable, InvalidRequest, StorageError
 from trainsession.store import blobs_s3
-from trainsession.store.blobs import Blobs, Bucket, blobs_of, parse_blobs
+from trainsession.store.blobs import Blobs, Bucket, blobs_of, new_name, parse_blobs
 from trainsession.store.blobs_local import LocalBlobs
+from trainsession.store.store import Store
 
 MANY = 6 * 2**20
 """Above the threshold that `few_bytes_are_many` sets."""
@@ -85,12 +88,63 @@ def test_a_directory_is_private_and_never_overwritten(tmp_path: Path, monkeypatc
     assert blobs.get(blob.name, blob.sha256) == b"some bytes"
 
 
-def test_what_a_killed_process_left_aside_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_aside_is_garbage_once_it_is_old(tmp_path: Path) -> None:
     root = tmp_path / "blobs"
-    blob = LocalBlobs(root).put("body", b"kept")
-    (root / ".tmp-body-half").write_bytes(b"half")
-    LocalBlobs(root)
-    assert os.listdir(root) == [blob.name]
+    blobs = LocalBlobs(root)
+    half, being_written, foreign = (f".tmp-{new_name('body')}", f".tmp-{new_name('body')}", "notes.txt")
+    for name in (half, being_written, foreign):
+        (root / name).write_bytes(b"half")
+    for name in (half, foreign):
+        os.utime(root / name, (1.0, 1.0))
+    LocalBlobs(root)  # another server that starts on the same directory
+    assert list(blobs.older_than(3600.0)) == [half]
+    blobs.delete(half)
+    assert sorted(os.listdir(root)) == sorted([being_written, foreign])
+
+
+def test_a_file_is_taken_over_from_another_file_system(tmp_path: Path) -> None:
+    """The directory of blobs may be a mount that several servers share; what is written before is on a local disk."""
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system")
+    blobs = LocalBlobs(tmp_path / "blobs")
+    with tempfile.TemporaryDirectory(dir=elsewhere) as directory:
+        for path in (Path(directory) / "far", tmp_path / "near"):
+            path.write_bytes(b"merged weights")
+            blob = blobs.adopt("checkpoint", path)
+            assert not path.exists()
+            assert blobs.get(blob.name, blob.sha256) == b"merged weights"
+            assert (tmp_path / "blobs" / blob.name).stat().st_mode & 0o777 == 0o600
+
+
+def _claim(home: Path, used: set[str]) -> str:
+    """By the database of a home; returns a blob that it wrote."""
+
+    async def test() -> str:
+        store = Store(home)
+        try:
+            await store.claim_blobs(lambda connection: used)
+            return (await store.in_thread(store.blobs.put, "body", b"x")).name
+        finally:
+            await store.close()
+
+    return asyncio.run(test())
+
+
+def test_blobs_belong_to_one_database_and_a_database_to_its_blobs(tmp_path: Path) -> None:
+    mine = _claim(tmp_path / "one", set())
+    _claim(tmp_path / "one", {mine})
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "blobs").symlink_to(tmp_path / "one" / "blobs")
+    with pytest.raises(StorageError, match="belong to another database"):
+        _claim(tmp_path / "two", set())
+    (tmp_path / "one" / "blobs").rename(tmp_path / "away")  # as when --blobs is forgotten
+    with pytest.raises(StorageError, match="blobs of this database are elsewhere"):
+        _claim(tmp_path / "one", {mine})
+    (tmp_path / "one" / "blobs").rmdir()
+    (tmp_path / "away").rename(tmp_path / "one" / "blobs")
+    (tmp_path / "one" / "blobs" / ".owner").unlink()  # a home of before there were owners
+    _claim(tmp_path / "one", {mine})
 
 
 # --- S3 alone ------------------------------------------------------------------------------------
@@ -121,11 +175,12 @@ def test_uploads_that_a_killed_process_began_are_forgotten(
     conditional: blobs_s3.S3Blobs, conditional_s3_server: S3Server
 ) -> None:
     client = conditional_s3_server.client()
-    client.create_multipart_upload(Bucket=BUCKET, Key=f"{conditional._root}body-half")
+    client.create_multipart_upload(Bucket=BUCKET, Key=conditional._root + new_name("body"))
+    client.create_multipart_upload(Bucket=BUCKET, Key=f"{conditional._root}deeper/{new_name('body')}")
     client.create_multipart_upload(Bucket=BUCKET, Key="elsewhere/body-half")
     conditional.forget_unfinished(3600.0)  # to moto all of them are of 2010
     left = client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
-    assert [upload["Key"] for upload in left] == ["elsewhere/body-half"]
+    assert sorted(upload["Key"].split("/")[-2] for upload in left) == ["deeper", "elsewhere"]
 
 
 def test_the_server_is_told_the_checksum_of_every_part(conditional: blobs_s3.S3Blobs, few_bytes_are_many: None) -> None:
@@ -172,10 +227,15 @@ def test_blobs_of_another_database_are_left_alone(
         monkeypatch.setenv(name, value)
     here, elsewhere = (blobs_s3.S3Blobs(Bucket(BUCKET, f"{tmp_path.name}/{n}"), tmp_path) for n in ("a", "b"))
     for blobs in (here, elsewhere):
+        assert blobs.owner() is None
         blobs.claim("one")
-        blobs.claim("one")
-    with pytest.raises(StorageError, match=f"s3://{BUCKET}/{tmp_path.name}/a belong to another database"):
-        here.claim("two")
+        blobs.claim("two")
+        assert blobs.owner() == "one"
+    here._client.put_object(Bucket=BUCKET, Key=f"{tmp_path.name}/a/dataset.tar", Body=b"somebody's")
+    mine = here.put("body", b"x").name
+    assert list(here.older_than(-3600.0)) == [mine]
+    assert here.has(mine)
+    assert not elsewhere.has(mine)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def serve(
             f"use one of {', '.join(LOOPBACK)} (and an SSH tunnel from elsewhere)",
             param_hint="--host",
         )
-    if advertise and not database:
+    if chosen.advertise and not chosen.database:
         raise typer.BadParameter(
             "several servers share a PostgreSQL database; this one has a file of its home", param_hint="--advertise"
         )

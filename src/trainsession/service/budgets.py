@@ -19,7 +19,8 @@ from typing import Any, Self
 import sqlalchemy as sa
 
 from ..errors import BudgetExceeded, InvalidRequest
-from ..store.database import Database, Prepared
+from ..store.database import Database
+from ..store.prepared import Prepared
 from ..store.schema import budgets, ledger, operations, projects
 from ..types import BUDGET_PERIODS, Budget, BudgetPeriod
 from .prices import Quote, exact, whole

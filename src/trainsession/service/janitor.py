@@ -58,13 +58,13 @@ class Janitor:
     async def round(self) -> None:
         await self._expire_results()
         await self._checkpoints.remove_expired()
-        await self._remove_orphans()
         now = time.time()
         for session in self._sessions.in_memory:
             try:
                 await self._look_after(session, now)
             except TrainSessionError as error:  # of one session; the others have their turn
                 logger.warning("housekeeping of session %s will be tried again: %s", session.id, error.message)
+        await self._remove_orphans()
 
     async def _look_after(self, session: Session, now: float) -> None:
         lane = self._lane_of(session.base_model)

@@ -154,14 +154,14 @@ class Lane:
         if self._task is not None:
             await self._task
         if self._handle is not None:
-            for session in self._sessions.values():
+            for session in list(self._sessions.values()):
                 if session.resident:
                     await self._save(session)
             try:
                 await self.pool.save(self._handle)
             except (StorageError, EngineLost) as error:
                 logger.warning("frozen weights were not saved: %s", error.message)
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             await self._recovery.settled(session)
 
     # --- the loop ----------------------------------------------------------------------------

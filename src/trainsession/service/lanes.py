@@ -44,5 +44,5 @@ class Lanes:
 
     async def close(self) -> None:
         """Let what runs end, and save every session."""
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):
             await lane.close()

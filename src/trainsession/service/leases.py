@@ -68,6 +68,7 @@ class Lease:
     Attributes:
         server: The id of this run; "" on a database in a file.
         lost: Set when another server has taken over.
+        closing: Set when this one ends: it renews while it saves what it has, and takes over nothing more.
         replaced: Servers that this one has taken over from.
     """
 
@@ -79,6 +80,7 @@ class Lease:
         self._renewing: asyncio.Task[None] | None = None
         self.server = new_id("srv") if store.database.shared else ""
         self.lost = asyncio.Event()
+        self.closing = False
         self.replaced = 0
 
     async def take(self, home: Path) -> TakenOver:
@@ -203,7 +205,7 @@ class Lease:
         connection.execute(mine.values(expires_at=now + self._settings.lease_seconds))
         gone = [row.id for row in rows.values() if row.expires_at == _ENDED or (on_time and row.expires_at <= now)]
         self._peers = {row.id: row.address for row in rows.values() if row.id not in gone}
-        return self._take_over(connection, gone) if gone else None
+        return self._take_over(connection, gone) if gone and not self.closing else None
 
     def _take_over(self, connection: sa.Connection, gone: Sequence[str]) -> TakenOver:
         connection.execute(sa.delete(servers).where(servers.c.id.in_(gone)))

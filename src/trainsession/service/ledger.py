@@ -6,7 +6,7 @@ from collections import Counter
 
 import sqlalchemy as sa
 
-from ..store.database import Prepared
+from ..store.prepared import Prepared
 from ..store.schema import ledger
 from .budgets import Fund, quote_of
 from .endings import Ending

@@ -125,7 +125,7 @@ class Service:
             await store.close()
             raise
         try:
-            await store.claim_blobs()
+            await store.claim_blobs(Janitor.used)
             await service.lease.take(home)
             service.lease.keep(service._take_up)
             await Budgets(store.database).recount()
@@ -141,7 +141,7 @@ class Service:
         """Stop taking work, snapshot live sessions, close engines and the database."""
         if self._closing:
             return
-        self._closing = True
+        self._closing = self.lease.closing = True
         if self._janitor_task is not None:
             self._janitor_task.cancel()
             with suppress(asyncio.CancelledError):

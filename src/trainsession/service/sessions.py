@@ -233,9 +233,10 @@ class Sessions:
                 next_seq += 1
             # They never ran and cannot: a number before them was never sent. The new client uses it anew.
             stranded = sa.delete(operations).where(of_session, operations.c.seq > next_seq)
-            columns = (operations.c.id, operations.c.seq, operations.c.quote)
+            columns = (operations.c.id, operations.c.seq, operations.c.state, operations.c.quote)
             withdrawn = connection.execute(stranded.returning(*columns)).all()
-            budgets.release(connection, [(project, row.quote) for row in withdrawn])
+            # What had ended before (cancelled, skipped) gave its reservation back then.
+            budgets.release(connection, [(project, row.quote) for row in withdrawn if row.state == "queued"])
             return next_seq, list(withdrawn), list(connection.execute(unfetched).scalars())
 
         next_seq, withdrawn, ids = await self._store.write(write)

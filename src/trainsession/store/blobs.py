@@ -18,6 +18,11 @@ from ..errors import InvalidRequest, StorageError
 _BUCKET = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(/(?P<prefix>[A-Za-z0-9._/-]{0,512}))?")
 
 
+_NAME = re.compile(r"[a-z][a-z_-]*-[0-9a-f]{32}")
+OWNER = ".owner"
+"""Name of what says whose the blobs are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Blob:
     """Where bytes went; a row that refers to them keeps all three."""
@@ -52,8 +57,6 @@ class Blobs(ABC):
     """How it is called in messages: never with credentials."""
     concurrency: ClassVar[int]
     """Calls that are worth running at once."""
-    shared: ClassVar[bool]
-    """Other services may reach them, so they must be told whose they are."""
     fsyncs: int = 0
     """So far, where it counts them."""
 
@@ -89,22 +92,27 @@ class Blobs(ABC):
 
     @abstractmethod
     def older_than(self, seconds: float) -> Iterator[str]:
-        """Names of blobs that were written more than ``seconds`` ago."""
+        """Names of blobs that were written more than ``seconds`` ago. What is not named like one is none of ours."""
 
     def forget_unfinished(self, seconds: float) -> None:
         """Remove what killed processes began to write more than ``seconds`` ago."""
         return
 
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is such a blob."""
+
+    @abstractmethod
+    def owner(self) -> str | None:
+        """What `claim` was told first."""
+
+    @abstractmethod
     def claim(self, database: str) -> None:
-        """Make these, if they are ``shared``, the blobs of one database: another would take all of them for garbage.
+        """Say which database these belong to, unless it has been said: another would take all of them for garbage.
 
         Args:
             database: What tells it from all others.
-
-        Raises:
-            StorageError: they are another's.
         """
-        return
 
 
 def parse_blobs(home: Path, blobs: str | None) -> BlobsAddress:
@@ -150,6 +158,11 @@ def blobs_of(address: BlobsAddress, scratch: Path) -> Blobs:
 
 def new_name(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def is_name(name: str) -> bool:
+    """Whether `new_name` may have made it."""
+    return _NAME.fullmatch(name) is not None
 
 
 def corrupt(name: str) -> StorageError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import StorageError
-from .blobs import Blob, Blobs, corrupt, new_name
+from .blobs import OWNER, Blob, Blobs, corrupt, is_name, new_name
 
 
 class LocalBlobs(Blobs):
@@ -25,7 +26,6 @@ class LocalBlobs(Blobs):
     """
 
     concurrency = 2
-    shared = False
 
     def __init__(self, root: Path) -> None:
         self.name = root.name
@@ -107,8 +107,33 @@ class LocalBlobs(Blobs):
         with os.scandir(self._root) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # deleted meanwhile
-                    if entry.stat().st_mtime < limit:
+                    is_ours = is_name(entry.name.removeprefix(".tmp-"))
+                    if is_ours and entry.stat().st_mtime < limit:
                         yield entry.name
+
+    def has(self, name: str) -> bool:
+        return (self._root / name).exists()
+
+    def owner(self) -> str | None:
+        try:
+            return (self._root / OWNER).read_text()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _storage_error("cannot read whose blobs these are", error) from error
+
+    def claim(self, database: str) -> None:
+        aside = self._root / f"{OWNER}-{secrets.token_hex(16)}"
+        try:
+            aside.write_text(database)
+            try:
+                os.link(aside, self._root / OWNER)
+            except FileExistsError:
+                return
+            finally:
+                aside.unlink()
+        except OSError as error:
+            raise _storage_error("cannot say whose blobs these are", error) from error
 
     def _publish(self, source: Path, name: str) -> None:
         """Give a synced file its name, unless the name is taken."""

@@ -24,7 +24,7 @@ from botocore.handlers import add_expect_header
 from botocore.parsers import ResponseParserError
 
 from ..errors import BlobsUnavailable, InvalidRequest, StorageError
-from .blobs import Blob, Blobs, Bucket, corrupt, new_name
+from .blobs import OWNER, Blob, Blobs, Bucket, corrupt, is_name, new_name
 
 MULTIPART_BYTES = 32 * 2**20
 """Above, an object is sent in parts, each with a checksum and retries of its own."""
@@ -33,7 +33,6 @@ CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 15.0
 """A store that says nothing for so long has failed this attempt."""
 ATTEMPTS = 3
-_OWNER = ".owner"
 _CHUNK = 1 << 20
 _FAULTS = (aws.BotoCoreError, aws.ClientError, ResponseParserError)
 _AWAY = (aws.ConnectionError, aws.HTTPClientError, aws.IncompleteReadError, ResponseParserError)
@@ -50,7 +49,6 @@ class S3Blobs(Blobs):
     """
 
     concurrency = 8
-    shared = True
 
     def __init__(self, bucket: Bucket, scratch: Path) -> None:
         self.name = str(bucket)
@@ -141,14 +139,14 @@ class S3Blobs(Blobs):
             for page in pages:
                 for item in page.get("Contents", ()):
                     name = item["Key"].removeprefix(self._root)
-                    if name and name != _OWNER and item["LastModified"].timestamp() < limit:
+                    if is_name(name) and item["LastModified"].timestamp() < limit:
                         yield name
 
     def forget_unfinished(self, seconds: float) -> None:
         limit = time.time() - seconds
         with self._faults("cannot list the unfinished uploads of"):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self._bucket, Prefix=self._root
+                Bucket=self._bucket, Prefix=self._root, Delimiter="/"
             )
             try:
                 uploads = [upload for page in pages for upload in page.get("Uploads", ())]
@@ -157,31 +155,39 @@ class S3Blobs(Blobs):
                     raise
                 return
         for upload in uploads:
-            if upload["Initiated"].timestamp() < limit:
+            is_ours = is_name(upload["Key"].removeprefix(self._root))
+            if is_ours and upload["Initiated"].timestamp() < limit:
                 self._abort(upload["Key"], upload["UploadId"])
 
-    def claim(self, database: str) -> None:
+    def has(self, name: str) -> bool:
         with self._faults("cannot use"):
-            owner = self._owner()
-            if owner is None:
-                mark = database.encode()
-                try:
-                    self._put(self._root + _OWNER, mark, hashlib.sha256(mark).digest())
-                except aws.ClientError as error:
-                    if _code(error) != "PreconditionFailed":
-                        raise
-                owner = self._owner()
-        if owner != database:
-            raise StorageError(
-                f"the blobs in {self.name} belong to another database; give this one a prefix of its own "
-                f"(--blobs {self.name}/...), or serve the database that they belong to"
-            )
+            try:
+                self._client.head_object(Bucket=self._bucket, Key=self._root + name)
+            except aws.ClientError as error:
+                if _code(error) not in ("404", "NoSuchKey", "NotFound"):
+                    raise
+                return False
+        return True
+
+    def owner(self) -> str | None:
+        with self._faults("cannot use"):
+            return self._owner()
+
+    def claim(self, database: str) -> None:
+        mark = database.encode()
+        with self._faults("cannot use"):
+            try:
+                if self._owner() is None:
+                    self._put(self._root + OWNER, mark, hashlib.sha256(mark).digest())
+            except aws.ClientError as error:
+                if _code(error) != "PreconditionFailed":
+                    raise
 
     # --- inside ------------------------------------------------------------------------------
 
     def _owner(self) -> str | None:
         try:
-            return self._client.get_object(Bucket=self._bucket, Key=self._root + _OWNER)["Body"].read().decode()
+            return self._client.get_object(Bucket=self._bucket, Key=self._root + OWNER)["Body"].read().decode()
         except aws.ClientError as error:
             if _code(error) != "NoSuchKey":
                 raise
@@ -267,7 +273,7 @@ class S3Blobs(Blobs):
         if status == 403:
             return StorageError(
                 f"{what}: it refused ({code}); the credentials must be valid there and may s3:GetObject, s3:PutObject, "
-                "s3:DeleteObject, s3:AbortMultipartUpload and s3:ListBucket",
+                "s3:DeleteObject, s3:AbortMultipartUpload, s3:ListBucket and s3:ListBucketMultipartUploads",
                 details=details,
             )
         if code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"):

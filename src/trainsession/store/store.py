@@ -92,8 +92,15 @@ class Store:
             raise StorageError("these bytes were deleted")
         return stored.inline
 
-    async def claim_blobs(self) -> None:
-        """Make the blobs this database's. Raises `StorageError` where they are another's."""
+    async def claim_blobs(self, used: Callable[[sa.Connection], set[str]]) -> None:
+        """Make the blobs this database's.
+
+        Args:
+            used: Names of the blobs that rows refer to.
+
+        Raises:
+            StorageError: they are another's, or those of this database are elsewhere.
+        """
 
         def name(connection: sa.Connection) -> str:
             found = connection.execute(sa.select(meta.c.value).where(meta.c.key == _DATABASE)).scalar()
@@ -102,8 +109,26 @@ class Store:
                 connection.execute(sa.insert(meta).values(key=_DATABASE, value=found))
             return found
 
-        if self.blobs.shared:
-            await self.in_thread(self.blobs.claim, await self.write(name))
+        mine = await self.write(name)
+        owner = await self.in_thread(self.blobs.owner)
+        if owner is None:
+            names = await self.read(used)
+            if names and not await self.in_thread(self.blobs.has, min(names)):
+                raise StorageError(
+                    f"the blobs of this database are elsewhere, not in {self.blobs.name}: give --blobs as before"
+                )
+            # A file's database is in the home with its blobs; a server's may be tried on a home that has a file.
+            if names or not self.database.shared or not await self.in_thread(self._has_blobs):
+                await self.in_thread(self.blobs.claim, mine)
+                owner = await self.in_thread(self.blobs.owner)
+        if owner != mine:
+            raise StorageError(
+                f"the blobs in {self.blobs.name} belong to another database; give this one blobs of its own (another "
+                "prefix of --blobs, or another --home), or serve the database that they belong to"
+            )
+
+    def _has_blobs(self) -> bool:
+        return next(self.blobs.older_than(-86_400), None) is not None
 
     async def check_blobs(self) -> None:
         """Make sure that these blobs are those of the database, by one that all who share it must find.
