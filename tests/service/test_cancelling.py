@@ -11,7 +11,9 @@ import pytest
 from bench.null_engine import NullEngine, NullHandle, NullHost
 from tests.service.driver import PROJECT, Trainer, result, run, serving, value
 from tests.service.money import allow, left, priced
-from trainsession.errors import Cancelled
+from trainsession.errors import Cancelled, StorageError
+from trainsession.service import submission
+from trainsession.service.endings import Ending
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -81,5 +83,44 @@ def test_what_is_cancelled_while_its_engine_is_loaded_does_not_run(tmp_path: Pat
             host.loaded.set()
             await trainer.do("zero_grad")
             assert "forward_backward" not in host.handle.engine.calls
+
+    run(test(), 20)
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_cancel_that_cannot_be_written_leaves_an_operation_that_runs_or_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: bool
+) -> None:
+    """Where the queue has ``passed`` it before the write failed it cannot run any more."""
+
+    async def test() -> None:
+        monkeypatch.setattr(submission, "_RETRY_SECONDS", 0.01)
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            gap = trainer.request("zero_grad")
+            cancelled = await trainer.train([1, 2, 3])
+            last = await trainer.submit("zero_grad")
+            finish = service._log.finish
+
+            async def fail_once(ending: Ending, *more: Ending) -> None:
+                if ending.operation_id != cancelled:
+                    return await finish(ending, *more)
+                monkeypatch.setattr(service._log, "finish", finish)
+                if passed:
+                    await service.submit(PROJECT, trainer.id, gap)
+                    await value(service, last)
+                raise StorageError("the disk is full")
+
+            monkeypatch.setattr(service._log, "finish", fail_once)
+            if passed:
+                assert await service.cancel(PROJECT, cancelled)
+                logged = (await service._log.results(PROJECT, [cancelled]))[cancelled]
+                assert logged is not None
+                assert logged.state == "cancelled"
+            else:
+                with pytest.raises(StorageError):
+                    await service.cancel(PROJECT, cancelled)
+                await service.submit(PROJECT, trainer.id, gap)
+                assert (await value(service, cancelled))["metrics"]["loss:sum"] == 6.0
 
     run(test(), 20)
