@@ -91,6 +91,34 @@ def test_a_save_and_a_large_batch_wait_for_a_store_that_is_away(
     run(test())
 
 
+def test_a_save_that_waits_when_the_service_ends_is_made_by_the_next(tmp_path: Path, proxy: Proxy) -> None:
+    """S3 is there again for the snapshot, which must not cover the save."""
+
+    async def test() -> None:
+        async with serving(tmp_path, retry_seconds=0.05) as service:
+            trainer = await Trainer.create(service)
+            await trainer.train([3])
+            await value(service, await trainer.step(1.0))
+            proxy.set("refuse")
+            save = await trainer.submit("save_state", params={"name": "a"})
+            (session,) = service._sessions.in_memory
+            while not proxy.hits:
+                await asyncio.sleep(0.01)
+            ending = asyncio.create_task(service.close())
+            while session.completions:
+                await asyncio.sleep(0.001)
+            proxy.set("none")
+            await ending
+        async with serving(tmp_path) as service:
+            again = await Trainer.attach(service, trainer.id)
+            path = (await value(service, save))["path"]
+            assert await again.weight() == 3.0
+            loaded = await Trainer.create(service, lora=None, from_checkpoint=path)
+            assert await loaded.weight() == 3.0
+
+    run(test(), 30)
+
+
 @pytest.mark.parametrize("fault", ["refuse", "error", "cut answer", "lose answer", "stall"])
 def test_one_attempt_that_fails_is_not_noticed(tmp_path: Path, proxy: Proxy, fault: Fault) -> None:
     async def test() -> None:

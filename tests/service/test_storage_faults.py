@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from pathlib import Path
@@ -116,6 +117,33 @@ def test_a_result_that_cannot_be_written_is_written_later(tmp_path: Path, monkey
             assert (await service.usage(PROJECT)).total.train == 1
 
     run(test())
+
+
+def test_a_result_that_cannot_be_written_at_the_end_is_that_of_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is behind the operation, so what the end saves would cover a number that has no result."""
+
+    async def test() -> None:
+        async with serving(tmp_path, retry_seconds=0.02) as service:
+            trainer = await Trainer.create(service)
+            await value(service, await trainer.train([3]))
+            refused = [0]
+
+            async def refuse(*_endings: object) -> None:
+                refused[0] += 1
+                raise StorageError("the disk is full")
+
+            monkeypatch.setattr(service._log, "finish", refuse)
+            lost = await trainer.train([4])
+            while not refused[0]:
+                await asyncio.sleep(0.01)
+        async with serving(tmp_path) as service:
+            again = await Trainer.attach(service, trainer.id)
+            assert (await value(service, lost))["metrics"]["loss:sum"] == 4.0
+            assert (await value(service, await again.step(1.0)))["metrics"]["grad_norm"] == 7.0
+
+    run(test(), 20)
 
 
 def test_a_home_that_cannot_be_used_is_a_storage_error(tmp_path: Path) -> None:

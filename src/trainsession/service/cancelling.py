@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from .lane import Lane
 from .leases import Lease
 from .log import OperationLog
 from .outcomes import Outcomes, unknown_operation
@@ -43,8 +46,20 @@ class Cancelling:
             await self._lease.check_operations(project, [operation_id])
         return False
 
-    async def cancel_waiting(self, session: Session) -> None:
-        """All of a session's that have not started."""
+    async def wind_down(self, session: Session, lane: Lane) -> None:
+        """Cancel all of a session's that has not started, and let the rest end and be written."""
+        while True:
+            await self._cancel_waiting(session)
+            async with lane.turn:  # behind what runs now; what is still there was not run, e.g. for want of the engine
+                waiting = [o for o in session.pending.values() if not o.replay and o.error is None]
+                for operation in waiting:
+                    operation.started = False
+            if session.completions:
+                await asyncio.wait(list(session.completions.values()))
+            elif not waiting:
+                return
+
+    async def _cancel_waiting(self, session: Session) -> None:
         for operation in list(session.pending.values()):
             if not operation.replay and operation.error is None:
                 await self._submission.cancel(session, operation.id)

@@ -7,6 +7,7 @@ is still in the log as not ended, and runs again on the restored state.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from .. import wire
 from ..errors import StorageError, StorageUnavailable
 from ..store.store import Store
 from .endings import Advance, Ending
+from .ledger import costs_nothing
 from .log import OperationLog
 from .metering import Meter, usage_to_wire
 from .outcomes import Outcomes
@@ -104,11 +106,15 @@ class Completion:
         value = dict(outcome.value)
         charges: Sequence[Charge] = ()
         currency = ""
-        if outcome.tokens is not None:
+        tokens, refund = outcome.tokens, outcome.refund
+        if refund is not None and await self._store.read(functools.partial(costs_nothing, operation_id=refund)):
+            # Another backward of the same forward took its charge back; see `complete` for why it is in the log.
+            tokens, refund = {kind: count for kind, count in (tokens or {}).items() if count > 0}, None
+        if tokens is not None:
             # One that an older version accepted has no quote.
             quote = operation.quote or self._meter.prices.quote(session.base_model, {})
-            value["usage"] = usage_to_wire(quote.usage(outcome.tokens))
-            charges, currency = quote.charges(outcome.tokens), quote.currency
+            value["usage"] = usage_to_wire(quote.usage(tokens))
+            charges, currency = quote.charges(tokens), quote.currency
         packed = wire.pack(value)
         stored = await self._store.keep("result", packed)
         await self._log.finish(
@@ -120,7 +126,7 @@ class Completion:
                 payer=session.id,
                 base_model=session.base_model,
                 currency=currency,
-                refund=outcome.refund,
+                refund=refund,
                 advance=advance,
                 also=outcome.also,
             ),

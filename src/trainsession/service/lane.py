@@ -72,7 +72,7 @@ class Lane:
         self._sessions: dict[str, Session] = {}
         self._handle: EngineHandle | None = None
         self._opening = asyncio.Lock()
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
         """Held while the engine runs an operation, or a session is moved in or out."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -120,7 +120,7 @@ class Lane:
 
     async def evict(self, session: Session) -> None:
         """Move an idle session to blobs; its next operation brings it back."""
-        async with self._turn:
+        async with self.turn:
             if not session.resident or not session.idle:
                 return
             await self._save(session)
@@ -131,7 +131,7 @@ class Lane:
 
     async def remove(self, session: Session) -> None:
         """Drop a closed session; its frozen weights stay."""
-        async with self._turn:
+        async with self.turn:
             self._sessions.pop(session.id, None)
             if session.resident and self._handle is not None:
                 session.resident = False
@@ -139,7 +139,7 @@ class Lane:
 
     async def tidy(self, session: Session) -> None:
         """Drop graphs of forwards whose backward did not come, and take a snapshot that is due."""
-        async with self._turn:
+        async with self.turn:
             handle = self._handle
             if session.resident and handle is not None and handle.alive:
                 await self._runner(handle).drop_old_graphs(session, self._settings.keep_graph_seconds)
@@ -180,7 +180,7 @@ class Lane:
                 await self._woken()
                 continue
             try:
-                async with self._turn:
+                async with self.turn:
                     await self._execute([s for item in picked if (s := self._sessions.get(item.session)) is not None])
             except Exception:  # a fault of ours; with the lane every session of the model would stand still
                 logger.exception("the queue of %s met a fault and goes on", self.base_model)
@@ -209,7 +209,7 @@ class Lane:
     async def _rewind_lost(self) -> None:
         self._notice_loss()
         while not self._closing and (lost := [session for session in self._sessions.values() if session.lost]):
-            async with self._turn:
+            async with self.turn:
                 for session in lost:
                     try:
                         await self._recovery.rewind(session)
@@ -245,8 +245,8 @@ class Lane:
         work: list[tuple[Session, Operation, Body]] = []
         waiting = False
         for session, operation in heads:
-            if session.lost:
-                continue  # with the engine before this one
+            if session.lost or operation.error is not None:
+                continue  # with the engine before this one; or cancelled while the engine was loaded
             operation.started = True
             try:
                 work.append((session, operation, await self._prepare(handle, session, operation)))

@@ -6,8 +6,9 @@ from collections import Counter
 
 import sqlalchemy as sa
 
+from ..store.database import Prepared
 from ..store.prepared import Prepared
-from ..store.schema import ledger
+from ..store.schema import ledger, operations
 from .budgets import Fund, quote_of
 from .endings import Ending
 
@@ -40,8 +41,17 @@ def settle(
         fund.release(connection, [quote_of(quote)], charged[fund.currency])
 
 
+def costs_nothing(connection: sa.Connection, operation_id: str) -> bool:
+    """Whether an operation has no charge that could be taken back (any more)."""
+    quoted = sa.select(operations.c.id).where(operations.c.id == operation_id, operations.c.quote.is_not(None))
+    return connection.execute(quoted).first() is None
+
+
 def _take_back(connection: sa.Connection, refund: str, operation_id: str, now: float) -> Counter[str]:
-    """The ledger is append-only, so what was charged is taken back by a negative row at its own price."""
+    """The ledger is append-only, so what was charged is taken back by a negative row at its own price; once."""
+    once = sa.update(operations).where(operations.c.id == refund, operations.c.quote.is_not(None)).values(quote=None)
+    if connection.execute(once.returning(operations.c.id)).first() is None:
+        return Counter()
     paid = connection.execute(sa.select(ledger).where(ledger.c.operation_id == refund)).mappings().all()
     rows = [
         {key: value for key, value in row.items() if key != "id"}

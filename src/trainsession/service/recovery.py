@@ -191,16 +191,27 @@ class Recovery:
                 "sha256": blob.sha256,
                 "created_at": time.time(),
             }
-            await self._store.drop_blobs(await self._store.write(lambda connection: _replace(connection, row)))
+            superfluous = await self._store.write(lambda connection: _replace(connection, row))
+            if superfluous is None:
+                session.snapshot_due = True
+                superfluous = [blob.name]
+            await self._store.drop_blobs(superfluous)
         except StorageError as error:
             # Nothing is lost: the older snapshot and the bodies behind it are still there.
             logger.warning("no snapshot of session %s: %s", session.id, error.message)
             session.snapshot_due = True
 
 
-def _replace(connection: sa.Connection, row: dict[str, Any]) -> list[str]:
-    """Add a snapshot and drop what it makes superfluous; returns the blobs of that."""
+def _replace(connection: sa.Connection, row: dict[str, Any]) -> list[str] | None:
+    """Add a snapshot and drop what it makes superfluous; returns the blobs of that.
+
+    None: an operation that it covers has no end in the log, e.g. because the service closes while its result
+    cannot be written. It has to run again, and behind this snapshot nothing would.
+    """
     session_id, seq = row["session_id"], row["seq"]
+    unended = sa.select(operations.c.id).where(operations.c.session_id == session_id, operations.c.seq <= seq)
+    if connection.execute(unended.where(operations.c.state == "queued").limit(1)).first() is not None:
+        return None
     older = sa.and_(internal_snapshots.c.session_id == session_id, internal_snapshots.c.seq <= seq)
     superfluous = list(connection.execute(sa.select(internal_snapshots.c.blob).where(older)).scalars())
     connection.execute(sa.delete(internal_snapshots).where(older))

@@ -208,9 +208,7 @@ class Service:
         """Cancel what has not started, let the rest end, and drop the adapter. Checkpoints stay."""
         self._check_open()
         session = await self._sessions.live(project, session_id)
-        await self._cancelling.cancel_waiting(session)
-        while session.completions:
-            await asyncio.wait(list(session.completions.values()))
+        await self._cancelling.wind_down(session, self._lanes.of(session.base_model))
         return await self._sessions.close(project, session_id)
 
     async def log_metrics(

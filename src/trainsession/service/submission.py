@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import Cancelled, InvalidRequest, RateLimited
+from ..errors import Cancelled, InvalidRequest, RateLimited, StorageError
 from ..limits import Limits
 from ..store.store import Store
 from .bodies import TRAINING_KINDS, Body, pack_request, parse_body
@@ -20,6 +22,8 @@ from .requests import OperationRequest, OperationResult
 from .session import Operation, Session
 from .sessions import Sessions
 
+logger = logging.getLogger(__name__)
+_RETRY_SECONDS = 0.5
 _LARGE_BATCH = 64
 """Datums from which on packing and checking go to a thread beside the event loop."""
 
@@ -125,11 +129,25 @@ class Submission:
             if operation.id == operation_id and not operation.started and not operation.replay:
                 if operation.error is None:
                     operation.error = Cancelled("cancelled before it started")
-                    await self._log.finish(Ending(operation_id=operation_id, state="cancelled", error=operation.error))
+                    await self._write_cancelled(session, operation)
                     self._outcomes.publish(OperationResult(operation_id, "cancelled", error=operation.error))
                     self._lane_of(session.base_model).wake()
                 return isinstance(operation.error, Cancelled)
         return False
+
+    async def _write_cancelled(self, session: Session, operation: Operation) -> None:
+        ending = Ending(operation_id=operation.id, state="cancelled", error=operation.error)
+        while True:
+            try:
+                return await self._log.finish(ending)
+            except StorageError as error:
+                if session.pending.get(operation.seq) is operation:  # then nothing has happened, and it runs
+                    operation.error = None
+                    self._lane_of(session.base_model).wake()
+                    raise
+                # The queue has passed it meanwhile: it can only end as cancelled.
+                logger.warning("that %s was cancelled cannot be written yet: %s", operation.id, error.message)
+                await asyncio.sleep(_RETRY_SECONDS)
 
     def _quote(self, session: Session, kind: str, body: Body) -> Quote | None:
         """At most all positions of the batch; of a `backward`, those that its gradients are for."""

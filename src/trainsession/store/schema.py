@@ -179,7 +179,8 @@ operations = Table(
 )
 """Training operations have a ``seq``; samples have ``weights`` instead. ``scope`` is where an
 idempotency key is unique: the session's id, or ``samples``. ``quote``: `trainsession.service.prices.Quote`
-of what can cost something. ``cancelled_at``: of a sample that is to stop; a process that finds it unfinished
+of what can cost something; NULL once its charge was taken back. ``cancelled_at``: of a
+sample that is to stop; a process that finds it unfinished
 draws nothing. ``owner`` is that of a sample: a training operation is its
 session's owner's."""
 
