@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainsession.engine.api import SampleItem, TrainItem
 from trainsession.engine.engine import LocalEngine
+from trainsession.engine.model import load_model
+from trainsession.engine.sampler.sampler import Sampler
 from trainsession.errors import EngineError
+from trainsession.tokenization import Tokenizer
 from trainsession.types import AdamParams, Datum, LoraConfig, SamplingParams
 
 TRIALS = 12
@@ -157,37 +161,42 @@ def test_a_custom_loss_without_memory_in_either_half(engine: LocalEngine) -> Non
         assert _all(engine) == after
 
 
-def test_a_sample_without_memory_fails_alone_and_leaves_no_block(engine: LocalEngine) -> None:
+@pytest.mark.parametrize("static", [False, True])
+def test_a_sample_without_memory_fails_alone_and_leaves_no_block(
+    tiny_model: Path, tiny_tokenizer: Tokenizer, static: bool
+) -> None:
+    model = load_model(tiny_model, name="tiny", device="cpu", dtype="float32", exact=not static)
+    sampler = Sampler(model, tiny_tokenizer, num_blocks=40, static=static)
+
     def draw(room: int | None, request_id: str) -> tuple[list[int], Any, int]:
         params = SamplingParams(max_tokens=4, seed=5, ignore_eos=True)
-        engine.submit(
-            SampleItem(request_id=request_id, prompt=np.array([5, 6, 7], np.int32), num_samples=2, params=params)
-        )
+        prompt = np.array([5, 6, 7], np.int32)
+        sampler.submit(SampleItem(request_id=request_id, prompt=prompt, num_samples=2, params=params), None)
         tokens: list[int] = []
         error = None
         with FullAt(room) as memory:
             for _ in range(20):
-                if not engine.has_work():
+                if not sampler.has_work():
                     break
-                for event in engine.step():
+                for event in sampler.step():
                     tokens += event.tokens
                     error = error or event.error
         return tokens, error, memory.count
 
     draw(None, "warm")
     expected, _, count = draw(None, "alone")
-    blocks = engine.stats()["free_blocks"] + engine.stats()["cached_blocks"]
+    blocks = sampler.stats()["free_blocks"] + sampler.stats()["cached_blocks"]
     for room in _rooms(count):
         try:
             _, error, _ = draw(room, f"r{room}")
         except torch.OutOfMemoryError:  # of the step itself: the thread cancels what runs (`EngineThread`)
-            engine.cancel(f"r{room}")
-            while engine.has_work():
-                engine.step()
+            sampler.cancel(f"r{room}")
+            while sampler.has_work():
+                sampler.step()
         else:
             assert isinstance(error, EngineError), f"after allocation {room} of {count}"
         tokens, error, _ = draw(None, f"after{room}")
         assert error is None
         assert tokens == expected, f"after allocation {room} of {count}"
-        assert engine.stats()["requests"] == 0
-        assert engine.stats()["free_blocks"] + engine.stats()["cached_blocks"] == blocks
+        assert sampler.stats()["requests"] == 0
+        assert sampler.stats()["free_blocks"] + sampler.stats()["cached_blocks"] == blocks

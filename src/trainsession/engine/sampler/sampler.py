@@ -203,6 +203,7 @@ class Sampler:
         """
         if not self._runner.runs_ahead or self._scheduler.has_prompts():
             return
+        self._scrub()  # of requests that just failed, before their blocks are written to again
         going_on = [
             (sample, token.token)
             for sample, token in drawn
