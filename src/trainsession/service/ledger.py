@@ -6,7 +6,6 @@ from collections import Counter
 
 import sqlalchemy as sa
 
-from ..store.database import Prepared
 from ..store.prepared import Prepared
 from ..store.schema import ledger, operations
 from .budgets import Fund, quote_of
