@@ -337,9 +337,9 @@ def test_a_poisoned_block_leaves_the_cache_and_is_scrubbed_when_free() -> None:
     blocks.share(block)
     blocks.release([block], poisoned=True)
     assert blocks.find(b"x") is None
-    assert blocks.drain_scrub() == []
+    assert blocks.to_scrub == []
     blocks.release([block])
-    assert blocks.drain_scrub() == [block]
+    assert blocks.to_scrub == [block]
     blocks.check()
 
 

@@ -218,12 +218,8 @@ def test_what_a_step_ahead_wrote_for_a_sample_that_ended_reaches_nobody(
     ends: str, make_tiny_model: Callable[..., Path], tiny_tokenizer: Tokenizer, finish: Finish
 ) -> None:
     path = make_tiny_model("LlamaConfig", tie_word_embeddings=False)
-    clean = _sampler(load_model(path, name="tiny", device="cpu", dtype="float32", exact=False), tiny_tokenizer)
-    _submit(clean, [None, None])
-    whole = _tokens(finish(clean))
-    token = next(t for i, t in enumerate(whole["0"][0]) if i >= 4 and _is_fresh(t, whole, i))
-    at = whole["0"][0].index(token)
-
+    whole, at = _whole(path, tiny_tokenizer, finish)
+    token = whole["0"][0][at]
     sampler = _sampler(_poisoned(path, token), tiny_tokenizer)
     _submit(sampler, [None, None], stop=[token] if ends == "by its stop token" else [])
     seen: dict[tuple[str, int], list[int]] = {}
@@ -242,6 +238,33 @@ def test_what_a_step_ahead_wrote_for_a_sample_that_ended_reaches_nobody(
     _assert_clean(sampler)
     _submit(sampler, [None, None], max_tokens=at)
     assert _tokens(finish(sampler)) == {key: [s[:at] for s in samples] for key, samples in whole.items()}
+
+
+def test_blocks_that_could_not_be_zeroed_are_zeroed_later(
+    make_tiny_model: Callable[..., Path], tiny_tokenizer: Tokenizer, finish: Finish
+) -> None:
+    path = make_tiny_model("LlamaConfig", tie_word_embeddings=False)
+    whole, at = _whole(path, tiny_tokenizer, finish)
+    sampler = _sampler(_poisoned(path, whole["0"][0][at]), tiny_tokenizer)
+    _submit(sampler, [None, None], stop=[whole["0"][0][at]])
+    with (
+        FailsAt(0, lambda func, args: func.overloadpacket is torch.ops.aten.index_fill_),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        list(_until_done(sampler))
+    assert not _is_finite(sampler)
+    for request_id in ("0", "1"):
+        sampler.cancel(request_id)
+    list(_until_done(sampler))
+    _assert_clean(sampler)
+
+
+def _whole(path: Path, tokenizer: Tokenizer, finish: Finish) -> tuple[Tokens, int]:
+    """What the model draws, and where in the first sample a token is that nothing else has."""
+    sampler = _sampler(load_model(path, name="tiny", device="cpu", dtype="float32", exact=False), tokenizer)
+    _submit(sampler, [None, None])
+    whole = _tokens(finish(sampler))
+    return whole, next(i for i, token in enumerate(whole["0"][0]) if i >= 4 and _is_fresh(token, whole, i))
 
 
 def _is_fresh(token: int, whole: Tokens, at: int) -> bool:

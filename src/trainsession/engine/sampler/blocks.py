@@ -47,7 +47,8 @@ class BlockManager:
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._poisoned: set[int] = set()
-        self._to_scrub: list[int] = []
+        self.to_scrub: list[int] = []
+        """Poisoned blocks that nobody uses any more: whoever zeroes them clears this, before anything else runs."""
 
     @property
     def num_free(self) -> int:
@@ -83,7 +84,7 @@ class BlockManager:
         """Give up one reference each.
 
         The last block goes first, so that the cache evicts the tail of a prefix before its head.
-        ``poisoned`` blocks may hold NaN: they leave the cache, and `drain_scrub` returns each one
+        ``poisoned`` blocks may hold NaN: they leave the cache, and each one is in `to_scrub`
         once nobody uses it, because even a masked NaN would spread to the block's next user.
         """
         for block in reversed(list(blocks)):
@@ -103,12 +104,7 @@ class BlockManager:
                 self._free.append(block)
             if block in self._poisoned:
                 self._poisoned.remove(block)
-                self._to_scrub.append(block)
-
-    def drain_scrub(self) -> list[int]:
-        """Free blocks whose content must be zeroed before anything else runs."""
-        blocks, self._to_scrub = self._to_scrub, []
-        return blocks
+                self.to_scrub.append(block)
 
     def find(self, digest: bytes) -> int | None:
         return self._block_of.get(digest)

@@ -354,7 +354,8 @@ class Sampler:
             self._runner.release()
 
     def _scrub(self) -> None:
-        self._cache.scrub(self._blocks.drain_scrub())
+        self._cache.scrub(self._blocks.to_scrub)
+        self._blocks.to_scrub.clear()  # once they are: there may be no memory for it
 
     # --- weights ---------------------------------------------------------------------------
     def _version(self, weights: str | None, adapter: Adapter | None) -> int:
