@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from bench.null_engine import MODEL, NullHandle, NullHost
 from tests.postgres import PostgresServer
 from tests.server.together import QUICK, home_of
-from tests.service.driver import PROJECT, Trainer, datum, prompt, result, run, value
+from tests.service.driver import PROJECT, Trainer, datum, prompt, result, run, sample, value
 from tests.store.test_postgres import Proxy
 from trainsession.errors import DatabaseUnavailable, InvalidRequest, ServiceUnavailable, StorageError
 from trainsession.service.leases import OwnedElsewhere
@@ -140,6 +140,20 @@ def test_a_session_has_one_owner_and_others_say_where_it_is(start: Open) -> None
             assert [(await rows(b, sa.select(sessions.c.owner)))[0][0]] == [a.lease.server]
 
     run(test())
+
+
+def test_frozen_weights_of_a_closed_session_can_be_sampled_on_every_server(start: Open) -> None:
+    async def test() -> None:
+        async with start("a", NullHost(exact=False)) as a, start("b", NullHost(exact=False)) as b:
+            trainer = await Trainer.create(a)
+            await trainer.train([5])
+            await trainer.step(1.0)
+            weights = (await trainer.do("snapshot"))["weights"]
+            await a.close_session(PROJECT, trainer.id)
+            for service in (a, b):
+                assert (await sample(service, weights, prompt([1])))["sequences"][0]["logprobs"][0] == -6.0
+
+    run(test(), 30)
 
 
 def test_a_server_that_said_goodbye_is_replaced_without_waiting_for_its_lease(start: Open) -> None:

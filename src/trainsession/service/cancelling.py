@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
+from ..errors import EngineLost, StorageError
 from .lane import Lane
 from .leases import Lease
 from .log import OperationLog
@@ -12,6 +14,8 @@ from .samples import Samples
 from .session import Session
 from .sessions import Sessions
 from .submission import Submission
+
+logger = logging.getLogger(__name__)
 
 
 class Cancelling:
@@ -47,7 +51,8 @@ class Cancelling:
         return False
 
     async def wind_down(self, session: Session, lane: Lane) -> None:
-        """Cancel all of a session's that has not started, and let the rest end and be written."""
+        """Cancel all of a session's that has not started, let the rest end and be written, and save its frozen
+        weights, which any server can sample once it is closed."""
         while True:
             await self._cancel_waiting(session)
             async with lane.turn:  # behind what runs now; what is still there was not run, e.g. for want of the engine
@@ -57,7 +62,13 @@ class Cancelling:
             if session.completions:
                 await asyncio.wait(list(session.completions.values()))
             elif not waiting:
-                return
+                break
+        async with lane.turn:
+            if (handle := lane.loaded) is not None:
+                try:
+                    await lane.pool.save(handle, session.id)
+                except (StorageError, EngineLost) as error:  # no reason to keep it open
+                    logger.warning("frozen weights of session %s were not saved: %s", session.id, error.message)
 
     async def _cancel_waiting(self, session: Session) -> None:
         for operation in list(session.pending.values()):
