@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -50,6 +51,25 @@ async def open_service(home: Path, host: EngineHost | None = None, **settings: A
         blobs=blobs.address(home),
         settings=Settings(**settings),
     )
+
+
+@asynccontextmanager
+async def one_of_several(home: Path, number: int) -> AsyncIterator[Service]:
+    """A service beside others on a home's database: on a server with a home of its own, and the blobs of all."""
+    url = database_of(home)
+    own = home
+    if url is not None:
+        own = home / f"server-{number}"
+        own.mkdir()
+        (home / "blobs").mkdir(exist_ok=True)
+        (own / "blobs").symlink_to(home / "blobs")
+        if (home / "prices.toml").exists():
+            shutil.copy(home / "prices.toml", own)
+    service = await Service.open(own, NullHost(), database=url, advertise=url and "http://127.0.0.1:1")
+    try:
+        yield service
+    finally:
+        await service.close()
 
 
 @asynccontextmanager

@@ -14,7 +14,18 @@ import pytest
 import sqlalchemy as sa
 
 from bench.null_engine import MODEL, NullEngine, NullHandle, NullHost
-from tests.service.driver import PROJECT, Trainer, datum, open_service, prompt, result, run, serving, value
+from tests.service.driver import (
+    PROJECT,
+    Trainer,
+    datum,
+    one_of_several,
+    open_service,
+    prompt,
+    result,
+    run,
+    serving,
+    value,
+)
 from tests.service.money import PRICES, TOKEN, allow, left, priced
 from trainsession.errors import (
     BudgetExceeded,
@@ -41,7 +52,7 @@ def test_of_64_racers_at_two_services_as_many_get_through_as_the_budget_holds(tm
     async def test() -> None:
         home = priced(tmp_path)
         async with AsyncExitStack() as stack:
-            services = [await stack.enter_async_context(serving(home)) for _ in range(2)]
+            services = [await stack.enter_async_context(one_of_several(home, n)) for n in range(2)]
             trainers = [await Trainer.create(services[n % 2]) for n in range(64)]
             await allow(services[0], 10 * 8 + 4)  # ten and a half batches of four tokens at 2
 
@@ -177,30 +188,6 @@ def test_a_custom_loss_reserves_its_two_halves(tmp_path: Path) -> None:
                 await trainer.submit("backward", params={"forward_seq": 3}, gradients=gradients)
             assert isinstance(await fails(service, await trainer.step()), IncompleteGradients)
             assert await left(service) == (9, 0)
-
-    run(test())
-
-
-def test_a_forward_that_several_backwards_use_is_given_back_once(tmp_path: Path) -> None:
-    async def test() -> None:
-        gradients = [np.ones(3, np.float32)]
-        home = priced(tmp_path)
-        usages, trained = [], ""
-        for _ in range(2):  # the second process finds in the log that it was given back
-            async with serving(home) as service:
-                if not trained:
-                    await allow(service, 100)
-                    trainer = await Trainer.create(service)
-                    trained = trainer.id
-                    await trainer.do("forward_keep", data=[datum([1, 2, 3])])
-                again = await Trainer.attach(service, trained)
-                for _ in range(2):
-                    ended = await again.do("backward", params={"forward_seq": 1}, gradients=gradients)
-                    usages.append((ended["usage"]["train"], ended["usage"]["prefill"]))
-                total = (await service.usage(PROJECT)).total
-                assert (total.train, total.prefill) == (3 * len(usages), 0)
-                assert await left(service) == (6 * len(usages), 0)
-        assert usages == [(3, -3), (3, 0), (3, 0), (3, 0)]
 
     run(test())
 
@@ -396,22 +383,5 @@ def test_a_sample_without_max_tokens_reserves_the_whole_context(tmp_path: Path) 
             snapshot = await trainer.submit("snapshot")
             await service.submit_samples(PROJECT, {"operation_id": snapshot}, [prompt([1] * 36, max_tokens=None)])
             assert await left(service) == (4, 36 + 65_500 * 3)
-
-    run(test())
-
-
-def test_attaching_gives_back_only_what_is_still_reserved(tmp_path: Path, each_database: str) -> None:
-    async def test() -> None:
-        async with serving(priced(tmp_path)) as service:
-            await allow(service, 100)
-            trainer = await Trainer.create(service)
-            trainer.request("zero_grad")  # never sent, so nothing behind it runs
-            doomed = await trainer.train([1, 2])
-            await trainer.train([1, 2])
-            reserved = (await left(service))[1]
-            assert await service.cancel(PROJECT, doomed)
-            assert 0 < (await left(service))[1] < reserved
-            await Trainer.attach(service, trainer.id)
-            assert await left(service) == (0, 0)
 
     run(test())
