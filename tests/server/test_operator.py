@@ -21,6 +21,7 @@ from tests.server.test_usage import train
 from tests.service.driver import PROJECT, Trainer, prompt, run, sample, serving, value
 from trainsession.errors import StorageError
 from trainsession.service import readiness, telemetry
+from trainsession.store.blobs import OWNER
 from trainsession.store.blobs_local import LocalBlobs
 from trainsession.store.schema import ledger
 
@@ -199,6 +200,6 @@ def test_probing_again_and_again_writes_once(tmp_path: Path) -> None:
             found = await asyncio.gather(*(service.check_ready() for _ in range(50)))
             assert all(all(parts.values()) for parts in found)
             assert service.store.fsyncs - before <= 4
-            assert list((tmp_path / "blobs").iterdir()) == []
+            assert [path.name for path in (tmp_path / "blobs").iterdir()] == [OWNER]
 
     run(test())
