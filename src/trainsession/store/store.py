@@ -120,7 +120,8 @@ class Store:
             # A file's database is in the home with its blobs; a server's may be tried on a home that has a file.
             if names or not self.database.shared or not await self.in_thread(self._has_blobs):
                 await self.in_thread(self.blobs.claim, mine)
-                owner = await self.in_thread(self.blobs.owner)
+            # Also where there were blobs: another server that starts at this moment may have claimed them.
+            owner = await self.in_thread(self.blobs.owner)
         if owner != mine:
             raise StorageError(
                 f"the blobs in {self.blobs.name} belong to another database; give this one blobs of its own (another "
