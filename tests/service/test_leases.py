@@ -13,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from bench.null_engine import MODEL, NullHandle, NullHost
+from tests.conftest import use_blobs
 from tests.postgres import PostgresServer
 from tests.server.together import QUICK, home_of
 from tests.service.driver import PROJECT, Trainer, datum, prompt, result, run, sample, value
@@ -51,7 +52,12 @@ def start(tmp_path: Path, database: str, postgres_server: PostgresServer) -> Cal
 
     @asynccontextmanager
     async def started(
-        name: str, host: NullHost | None = None, advertise: str | None = URL, through: bool = False, **settings: Any
+        name: str,
+        host: NullHost | None = None,
+        advertise: str | None = URL,
+        through: bool = False,
+        blobs: str | None = None,
+        **settings: Any,
     ) -> AsyncIterator[Service]:
         directory = str(postgres_server.directory)
         url = database.replace(directory, f"{directory}/proxy") if through else database
@@ -59,6 +65,7 @@ def start(tmp_path: Path, database: str, postgres_server: PostgresServer) -> Cal
             home_of(tmp_path, name),
             host or NullHost(),
             database=url,
+            blobs=blobs,
             advertise=advertise,
             settings=Settings(**{**QUICK, **settings}),
         )
@@ -154,6 +161,32 @@ def test_frozen_weights_of_a_closed_session_can_be_sampled_on_every_server(start
                 assert (await sample(service, weights, prompt([1])))["sequences"][0]["logprobs"][0] == -6.0
 
     run(test(), 30)
+
+
+def test_servers_that_share_a_prefix_in_s3_need_no_directory_in_common(
+    start: Open, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = use_blobs(request, monkeypatch, s3=True).address(tmp_path)
+
+    async def test() -> None:
+        async with start("b", blobs=prefix) as b:
+            async with start("a", blobs=prefix) as a:
+                trainer = await Trainer.create(a)
+                await trainer.train([5])
+                await trainer.step(1.0)
+                path = (await trainer.do("save_state", params={"name": "shared"}))["path"]
+                assert [one.path for one in await b.list_checkpoints(PROJECT)] == [path]
+                (file, *_) = await b.checkpoint_files(PROJECT, path)
+                with await b.read_checkpoint_file(PROJECT, path, file["name"]) as opened:
+                    assert len(opened.read()) == file["size"]
+
+            async def has_taken_over() -> bool:
+                return b.lease.replaced == 1
+
+            await until(has_taken_over)
+            assert await (await Trainer.attach(b, trainer.id)).weight() == 5.0
+
+    run(test())
 
 
 def test_a_server_that_said_goodbye_is_replaced_without_waiting_for_its_lease(start: Open) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trainsession.engine.kernels.paged_attention import launch, paged_attention_in_torch, splits_of
+from trainsession.engine.kernels.paged_attention import Pages, launch, paged_attention_in_torch, splits_of
 
 PAGE, PAGES = 32, 40
 
@@ -34,10 +34,10 @@ def _compare(heads: int, groups: int, dim: int, dtype: torch.dtype, splits: int,
             "nan"
         )
     q = torch.randn(3, heads, dim, generator=generator).to(dtype)
-    inputs = [tensor.to(device) for tensor in (q, kv, tables, lengths)]
-    options = {"page_size": PAGE, "scale": dim**-0.5, "window": window}
-    actual = launch(*inputs, splits=splits, **options)
-    return float((actual.float() - paged_attention_in_torch(*inputs, **options).float()).abs().max())
+    q, pages = q.to(device), Pages(kv.to(device), tables.to(device), lengths.to(device), PAGE)
+    actual = launch(q, pages, scale=dim**-0.5, window=window, splits=splits)
+    expected = paged_attention_in_torch(q, pages, scale=dim**-0.5, window=window)
+    return float((actual.float() - expected.float()).abs().max())
 
 
 def check_all(dtypes: dict[torch.dtype, float]) -> None:
@@ -81,9 +81,8 @@ def test_the_twin_equals_attention_over_the_gathered_keys(window: int | None) ->
     expected = functional.scaled_dot_product_attention(
         q.double()[:, :, None], k, v, attn_mask=mask, scale=0.25, enable_gqa=True
     )
-    actual = paged_attention_in_torch(
-        q, kv, tables, torch.tensor([11], dtype=torch.int32), page_size=4, scale=0.25, window=window
-    )
+    pages = Pages(kv, tables, torch.tensor([11], dtype=torch.int32), 4)
+    actual = paged_attention_in_torch(q, pages, scale=0.25, window=window)
     torch.testing.assert_close(actual.double(), expected[:, :, 0], rtol=1e-5, atol=1e-5)
 
 

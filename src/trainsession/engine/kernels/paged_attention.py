@@ -11,6 +11,7 @@ N slots of the cache (pages times positions).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,54 +25,46 @@ _PROGRAMS = 528
 """Programs that a launch should have, four for each multiprocessor of an H200."""
 
 
-def paged_attention(
-    q_BHD: torch.Tensor,
-    kv_2GND: torch.Tensor,
-    tables_BP: torch.Tensor,
-    lengths_B: torch.Tensor,
-    *,
-    page_size: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """Attention output (B, H, D) of the last of each sequence's ``lengths_B`` positions.
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Keys and values of one layer, and where those of each sequence lie.
+
+    Attributes:
+        kv_2GND: The cache.
+        tables_BP: int32, the page of each run of ``size`` positions; beyond a sequence's own, anything.
+        lengths_B: int32, keys of each sequence, at least 1.
+        size: Positions of a page.
+    """
+
+    kv_2GND: torch.Tensor
+    tables_BP: torch.Tensor
+    lengths_B: torch.Tensor
+    size: int
+
+
+def paged_attention(q_BHD: torch.Tensor, pages: Pages, *, scale: float, window: int | None) -> torch.Tensor:
+    """Attention output (B, H, D) of the last position of each sequence.
 
     On CUDA by the Triton kernel, elsewhere by `paged_attention_in_torch`.
 
     Args:
         q_BHD: Queries.
-        kv_2GND: Keys and values of one layer.
-        tables_BP: int32, the page of each run of ``page_size`` positions; beyond a sequence's own, anything.
-        lengths_B: int32, keys of each sequence, at least 1.
-        page_size: Positions of a page.
         scale: Of the scores.
         window: Only so many last positions are attended to.
     """
-    if not q_BHD.is_cuda:
-        return paged_attention_in_torch(
-            q_BHD, kv_2GND, tables_BP, lengths_B, page_size=page_size, scale=scale, window=window
-        )
-    return launch(q_BHD, kv_2GND, tables_BP, lengths_B, page_size=page_size, scale=scale, window=window)
+    attend = launch if q_BHD.is_cuda else paged_attention_in_torch
+    return attend(q_BHD, pages, scale=scale, window=window)
 
 
-def paged_attention_in_torch(
-    q_BHD: torch.Tensor,
-    kv_2GND: torch.Tensor,
-    tables_BP: torch.Tensor,
-    lengths_B: torch.Tensor,
-    *,
-    page_size: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+def paged_attention_in_torch(q_BHD: torch.Tensor, pages: Pages, *, scale: float, window: int | None) -> torch.Tensor:
     """The same sequence by sequence, in float32."""
-    groups = kv_2GND.shape[1]
+    groups = pages.kv_2GND.shape[1]
     out_BHD = torch.empty_like(q_BHD)
-    for i, length in enumerate(lengths_B.tolist()):
+    for i, length in enumerate(pages.lengths_B.tolist()):
         first = 0 if window is None else max(0, length - window)
         positions = torch.arange(first, length, device=q_BHD.device)
-        slots = tables_BP[i, positions // page_size].long() * page_size + positions % page_size
-        k_GLD, v_GLD = kv_2GND[:, :, slots].float()
+        slots = pages.tables_BP[i, positions // pages.size].long() * pages.size + positions % pages.size
+        k_GLD, v_GLD = pages.kv_2GND[:, :, slots].float()
         q_GRD = q_BHD[i].float().view(groups, -1, q_BHD.shape[-1])
         probs_GRL = torch.softmax(q_GRD @ k_GLD.transpose(1, 2) * scale, dim=-1)
         out_BHD[i] = (probs_GRL @ v_GLD).view(q_BHD.shape[1:]).to(q_BHD.dtype)
@@ -82,11 +75,14 @@ def why_not(heads: int, groups: int, dim: int, dtype: torch.dtype, device: torch
     """Why the kernel cannot be used for these shapes; "" where a trial of it ran."""
     try:
         q_BHD = torch.zeros(1, heads, dim, dtype=dtype, device=device)
-        kv_2GND = torch.zeros(2, groups, _KEYS, dim, dtype=dtype, device=device)
-        tables_BP = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        lengths_B = torch.ones(1, dtype=torch.int32, device=device)
+        pages = Pages(
+            kv_2GND=torch.zeros(2, groups, _KEYS, dim, dtype=dtype, device=device),
+            tables_BP=torch.zeros(1, 1, dtype=torch.int32, device=device),
+            lengths_B=torch.ones(1, dtype=torch.int32, device=device),
+            size=_KEYS,
+        )
         for splits in (1, 2):
-            launch(q_BHD, kv_2GND, tables_BP, lengths_B, page_size=_KEYS, scale=1.0, window=None, splits=splits)
+            launch(q_BHD, pages, scale=1.0, window=None, splits=splits)
     except ImportError:
         return "Triton is not installed"
     except Exception as error:  # of Triton's compiler, or the card has too little shared memory
@@ -103,15 +99,7 @@ def splits_of(sequences: int, heads: int) -> int:
 
 
 def launch(
-    q_BHD: torch.Tensor,
-    kv_2GND: torch.Tensor,
-    tables_BP: torch.Tensor,
-    lengths_B: torch.Tensor,
-    *,
-    page_size: int,
-    scale: float,
-    window: int | None,
-    splits: int | None = None,
+    q_BHD: torch.Tensor, pages: Pages, *, scale: float, window: int | None, splits: int | None = None
 ) -> torch.Tensor:
     """`paged_attention` by the Triton kernel; under Triton's interpreter on the CPU, too.
 
@@ -120,7 +108,7 @@ def launch(
     """
     attend, combine = _kernels()
     batch, heads, dim = q_BHD.shape
-    groups, slots = kv_2GND.shape[1:3]
+    groups, slots = pages.kv_2GND.shape[1:3]
     splits = splits or splits_of(batch, groups)
     q_BHD = q_BHD.contiguous()
     out_BHD = torch.empty_like(q_BHD)
@@ -133,22 +121,22 @@ def launch(
         sums = q_BHD.new_empty(batch, heads, splits, dtype=torch.float32)
     attend[(batch, groups, splits)](
         q_BHD,
-        kv_2GND,
-        tables_BP,
-        lengths_B,
+        pages.kv_2GND,
+        pages.tables_BP,
+        pages.lengths_B,
         parts,
         sums,
         scale * 1.4426950408889634,
         0 if window is None else window,
         slots,
-        tables_BP.stride(0),
+        pages.tables_BP.stride(0),
         H=heads,
         R=heads // groups,
         G=groups,
         D=dim,
         ROWS=rows,
         WIDTH=width,
-        PAGE=page_size,
+        PAGE=pages.size,
         KEYS=_KEYS,
         SPLITS=splits,
         PRECISION="ieee" if q_BHD.dtype == torch.float32 else "tf32",

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..context import DECODE_TILE, PassContext, Segment
-from ..kernels import paged_attention
+from ..kernels.paged_attention import Pages, paged_attention, why_not
 from ..lora import Adapter
 from ..model import LoadedModel
 from .bank import COLUMNS, AdapterBank, RowAdapters
@@ -50,15 +50,8 @@ class StaticAttention:
         window: int | None,
     ) -> torch.Tensor:
         self.cache.write(layer, self.slots_T, torch.stack((k_TGD, v_TGD)))
-        return paged_attention.paged_attention(
-            q_THD,
-            self.cache.layer(layer),
-            self.tables_TP,
-            self.lengths_T,
-            page_size=self.cache.block_size,
-            scale=scale,
-            window=window,
-        )
+        pages = Pages(self.cache.layer(layer), self.tables_TP, self.lengths_T, self.cache.block_size)
+        return paged_attention(q_THD, pages, scale=scale, window=window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +119,7 @@ class StaticDecoder:
         """Whether this is the faster way for a model: on CUDA, outside exact mode, where the kernel runs."""
         if model.device.type != "cuda" or model.exact:
             return False
-        reason = paged_attention.why_not(model.num_heads, model.num_kv_heads, model.head_dim, model.dtype, model.device)
+        reason = why_not(model.num_heads, model.num_kv_heads, model.head_dim, model.dtype, model.device)
         if reason:
             logger.warning("%s decodes without CUDA graphs: %s", model.name, reason)
         return not reason
