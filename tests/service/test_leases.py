@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,17 @@ import pytest
 import sqlalchemy as sa
 
 from bench.null_engine import MODEL, NullHandle, NullHost
-from tests.conftest import use_blobs
 from tests.postgres import PostgresServer
-from tests.server.together import QUICK, home_of
-from tests.service.driver import PROJECT, Trainer, datum, prompt, result, run, sample, value
+from tests.server.together import QUICK
+from tests.service.driver import PROJECT, Trainer, prompt, result, run, sample, value
+from tests.service.servers import Open, rows, until
 from tests.store.test_postgres import Proxy
-from trainsession.errors import DatabaseUnavailable, InvalidRequest, ServiceUnavailable, StorageError
+from trainsession.errors import DatabaseUnavailable
 from trainsession.service.leases import OwnedElsewhere
 from trainsession.service.requests import CreateSession
 from trainsession.service.service import Service
-from trainsession.service.settings import Settings
 from trainsession.store.backend import LeaseLost
 from trainsession.store.schema import ledger, operations, servers, sessions
-
-URL = "http://127.0.0.1:1"
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def database(postgres_server: PostgresServer) -> str:
-    return postgres_server.create()
 
 
 @pytest.fixture
@@ -44,37 +33,6 @@ def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
     made = Proxy(postgres_server, directory)
     yield made
     made.close()
-
-
-@pytest.fixture
-def start(tmp_path: Path, database: str, postgres_server: PostgresServer) -> Callable[..., Any]:
-    """Opens a service of the database: ``start("a")``, in the home of that name."""
-
-    @asynccontextmanager
-    async def started(
-        name: str,
-        host: NullHost | None = None,
-        advertise: str | None = URL,
-        through: bool = False,
-        blobs: str | None = None,
-        **settings: Any,
-    ) -> AsyncIterator[Service]:
-        directory = str(postgres_server.directory)
-        url = database.replace(directory, f"{directory}/proxy") if through else database
-        service = await Service.open(
-            home_of(tmp_path, name),
-            host or NullHost(),
-            database=url,
-            blobs=blobs,
-            advertise=advertise,
-            settings=Settings(**{**QUICK, **settings}),
-        )
-        try:
-            yield service
-        finally:
-            await service.close()
-
-    return started
 
 
 class SlowHandle(NullHandle):
@@ -97,16 +55,6 @@ class SlowHost(NullHost):
         handle = SlowHandle((await super().open(base_model)).engine)
         handle.seconds = self._seconds
         return handle
-
-
-async def rows(service: Service, query: sa.Executable) -> list[Any]:
-    return await service.store.read(lambda connection: list(connection.execute(query)))
-
-
-async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not await condition():
-            await asyncio.sleep(0.05)
 
 
 async def replaced(old: Service, by: Service) -> None:
@@ -161,32 +109,6 @@ def test_frozen_weights_of_a_closed_session_can_be_sampled_on_every_server(start
                 assert (await sample(service, weights, prompt([1])))["sequences"][0]["logprobs"][0] == -6.0
 
     run(test(), 30)
-
-
-def test_servers_that_share_a_prefix_in_s3_need_no_directory_in_common(
-    start: Open, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prefix = use_blobs(request, monkeypatch, s3=True).address(tmp_path)
-
-    async def test() -> None:
-        async with start("b", blobs=prefix) as b:
-            async with start("a", blobs=prefix) as a:
-                trainer = await Trainer.create(a)
-                await trainer.train([5])
-                await trainer.step(1.0)
-                path = (await trainer.do("save_state", params={"name": "shared"}))["path"]
-                assert [one.path for one in await b.list_checkpoints(PROJECT)] == [path]
-                (file, *_) = await b.checkpoint_files(PROJECT, path)
-                with await b.read_checkpoint_file(PROJECT, path, file["name"]) as opened:
-                    assert len(opened.read()) == file["size"]
-
-            async def has_taken_over() -> bool:
-                return b.lease.replaced == 1
-
-            await until(has_taken_over)
-            assert await (await Trainer.attach(b, trainer.id)).weight() == 5.0
-
-    run(test())
 
 
 def test_a_server_that_said_goodbye_is_replaced_without_waiting_for_its_lease(start: Open) -> None:
@@ -268,45 +190,6 @@ def test_after_an_outage_that_outlasted_all_leases_nobody_is_replaced(start: Ope
     run(test())
 
 
-def test_the_next_run_of_a_home_does_not_wait_for_the_lease_of_the_last(start: Open) -> None:
-    """Who has the home's lock knows that the process before is gone, however it ended."""
-
-    async def test() -> None:
-        async with start("a", lease_seconds=60.0) as killed:
-            trainer = await Trainer.create(killed)
-            await trainer.do("forward_backward", params={"loss_fn": "cross_entropy"}, data=[datum([1, 2])])
-            async with start("a", lease_seconds=60.0, advertise=None) as again:
-                await Trainer(again, trainer.id, next_seq=2).do("optim_step", params={"learning_rate": 0.5})
-                assert len(await rows(again, sa.select(servers.c.id))) == 1
-            with pytest.raises(LeaseLost):
-                await trainer.step()
-
-    run(test())
-
-
-@pytest.mark.parametrize(("first", "second"), [(None, URL), (URL, None), (None, None)])
-def test_two_servers_must_be_able_to_reach_each_other(start: Open, first: str | None, second: str | None) -> None:
-    async def test() -> None:
-        async with start("a", advertise=first) as a:
-            with pytest.raises(ServiceUnavailable, match="--advertise"):
-                async with start("b", advertise=second):
-                    pass
-            assert len(await rows(a, sa.select(servers.c.id))) == 1
-            assert await Trainer.create(a)
-
-    run(test())
-
-
-@pytest.mark.parametrize("address", ["host:8000", "ftp://host", "http://", "http://host/under"])
-def test_an_address_that_is_none_is_refused(start: Open, address: str) -> None:
-    async def test() -> None:
-        with pytest.raises(InvalidRequest, match="advertise"):
-            async with start("a", advertise=address):
-                pass
-
-    run(test())
-
-
 def test_poll_of_what_several_servers_run(start: Open) -> None:
     async def test() -> None:
         async with start("a", SlowHost(1.0)) as a, start("b", SlowHost(2.0)) as b:
@@ -348,23 +231,6 @@ def test_a_server_that_is_cut_off_from_the_database_is_replaced(start: Open, tmp
     run(test())
 
 
-def test_who_has_other_blobs_does_not_start(start: Open, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with start("a") as a:
-            (tmp_path / "b" / "blobs").mkdir(parents=True)
-            with pytest.raises(StorageError, match="blobs of this database are elsewhere"):
-                async with start("b"):
-                    pass
-            # No rows refer to the blob that says so, and yet it is no garbage.
-            (mark,) = (tmp_path / "blobs").glob("shared-*")
-            os.utime(mark, (1.0, 1.0))
-            await a._janitor.round()
-        async with start("c"):
-            assert mark.exists()
-
-    run(test())
-
-
 def test_a_session_that_only_pays_may_be_anothers(start: Open) -> None:
     async def test() -> None:
         async with start("a") as a, start("b") as b:
@@ -397,23 +263,7 @@ def test_a_stream_of_a_sample_whose_server_is_gone(start: Open) -> None:
     run(test())
 
 
-def test_one_process_on_a_file_has_no_lease(tmp_path: Path) -> None:
-    async def test() -> None:
-        service = await Service.open(tmp_path, NullHost(), settings=Settings(**QUICK))
-        try:
-            assert await Trainer.create(service)
-            commits = service.store.database.stats.commits
-            await asyncio.sleep(1.0)
-            assert service.store.database.stats.commits == commits
-            assert await rows(service, sa.select(servers)) == []
-            assert (await service.check_ready())["lease"] is True
-        finally:
-            await service.close()
-
-    run(test())
-
-
-def test_a_server_that_is_closing_takes_over_nothing_more(start: Callable[..., Any]) -> None:
+def test_a_server_that_is_closing_takes_over_nothing_more(start: Open) -> None:
     async def test() -> None:
         async with start("a") as a:
             async with start("b") as b:
