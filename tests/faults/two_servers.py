@@ -29,7 +29,7 @@ import sqlalchemy as sa
 
 import trainsession as ts
 from tests.faults.balancer import Balancer, balanced
-from tests.faults.kill_service import loop
+from tests.faults.served import loop
 from tests.faults.short_lease import LEASE_SECONDS
 from tests.postgres import PostgresServer
 from tests.server.together import home_of
