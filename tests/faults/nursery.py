@@ -80,7 +80,7 @@ class Nursery:
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()  # its order to end, as for whoever is left of its children
-        self._process.wait(10)
+        self._process.wait(60)
         self._log.close()
 
     def serve(self, arguments: list[str], environment: dict[str, str], log: Path) -> Child:
