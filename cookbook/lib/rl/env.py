@@ -30,7 +30,7 @@ class Step:
     Attributes:
         reward: Of this action; a trajectory's reward is the sum.
         observation: Token ids that follow the action in the next prompt; None ends the episode.
-        metrics: Averaged over a batch's trajectories that have them.
+        metrics: For `rollouts.summary`, which takes those of an episode's last step.
     """
 
     reward: float = 0.0

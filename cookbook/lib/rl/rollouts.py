@@ -91,6 +91,25 @@ class TrajectoryGroup:
         return len(set(self.rewards)) > 1
 
 
+def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """What to log of a batch: means over its trajectories, the metrics of their last steps among them.
+
+    ``informative`` is the share of groups whose rewards differ; ``failed`` counts episodes.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    found: dict[str, list[float]] = {"reward": [one.reward for one in trajectories]}
+    found["turns"] = [float(len(one.turns)) for one in trajectories]
+    found["tokens"] = [float(one.is_action.sum()) for one in trajectories]
+    for trajectory in trajectories:
+        for name, value in trajectory.turns[-1].step.metrics.items():
+            found.setdefault(name, []).append(float(value))
+    return {
+        **{name: sum(values) / len(values) for name, values in found.items() if values},
+        "informative": sum(group.is_informative for group in groups) / max(1, len(groups)),
+        "failed": float(sum(len(group.failed) for group in groups)),
+    }
+
+
 def rollout(sampler: ts.SamplingClient, groups: Sequence[Group], **options: Any) -> list[TrajectoryGroup]:
     """Run all episodes, and return the groups in their order; options as of `stream`."""
     found = dict(stream(sampler, groups, **options))

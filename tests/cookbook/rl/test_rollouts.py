@@ -15,7 +15,7 @@ import trainsession as ts
 from cookbook.lib.rl.datums import group_datums, trajectory_datum
 from cookbook.lib.rl.env import Group, Step
 from cookbook.lib.rl.kl import reference_logprobs
-from cookbook.lib.rl.rollouts import rollout, stream
+from cookbook.lib.rl.rollouts import rollout, stream, summary
 
 pytestmark = pytest.mark.usefixtures("home")
 PARAMS = ts.SamplingParams(max_tokens=3, seed=7, ignore_eos=True)
@@ -142,6 +142,11 @@ def test_an_environment_that_fails_fails_alone(trainer: ts.TrainingClient, make:
     assert [trajectory.error for trajectory in broken.failed] == [error] * 2
     assert broken.trajectories == []
     assert broken.rewards == []
+    logged = summary([broken, whole])
+    assert (logged["failed"], logged["turns"], logged["tokens"], logged["left"]) == (2, 1, 3, 0)
+    assert logged["reward"] == sum(whole.rewards) / 2
+    assert logged["informative"] == whole.is_informative / 2
+    assert summary([broken]) == {"informative": 0, "failed": 2}
     assert len(whole.trajectories) == 2
     assert not whole.failed
 
