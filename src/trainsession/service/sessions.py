@@ -356,6 +356,7 @@ def _session(row: Any) -> Session:
         step=row["step"],
         progress=row["progress"],
         next_run=row["next_seq"],
+        decided_until=row["next_seq"],
         used_at=row["used_at"],
     )
 
