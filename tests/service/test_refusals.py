@@ -13,7 +13,14 @@ import pytest
 
 from tests.service.driver import PROJECT, Trainer, datum, result, run, serving, value
 from tests.service.money import allow, left, priced
-from trainsession.errors import BudgetExceeded, Cancelled, InvalidDatum, OperationSkipped, TrainSessionError
+from trainsession.errors import (
+    BudgetExceeded,
+    Cancelled,
+    DatabaseUnavailable,
+    InvalidDatum,
+    OperationSkipped,
+    TrainSessionError,
+)
 from trainsession.service.requests import OperationRequest
 from trainsession.service.service import Service
 
@@ -64,7 +71,8 @@ def test_what_waits_behind_a_refused_operation_is_skipped_in_whatever_order_they
             ids: dict[int | None, str] = {}
             for request in order[first]:
                 if request is bad:
-                    assert type(refusal := await refused(trainer, request)) is error
+                    refusal = await refused(trainer, request)
+                    assert type(refusal) is error
                     ids[2] = refusal.details["operation_id"]
                 else:
                     ids[request.seq], _ = await service.submit(PROJECT, trainer.id, request)
@@ -170,8 +178,6 @@ def test_a_decision_that_cannot_be_written_is_made_later(tmp_path: Path, monkeyp
             write, failures = lane._passing._store.write, [0]
 
             async def flaky(function: Any) -> Any:
-                from trainsession.errors import DatabaseUnavailable
-
                 if "_skip_behind" in function.__qualname__ and failures[0] < 2:
                     failures[0] += 1
                     raise DatabaseUnavailable("the database is away")
