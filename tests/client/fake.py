@@ -118,7 +118,7 @@ class FakeService:
             return {"cancelled": self._cancel(path.split("/")[-2])}
         return {}
 
-    async def stream(self, path: str, params: Any = None) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, path: str) -> AsyncIterator[dict[str, Any]]:
         for frame in self.frames:
             await asyncio.sleep(0.001)
             yield frame

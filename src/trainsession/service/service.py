@@ -285,11 +285,11 @@ class Service:
             return await self._samples.submit(project, weights, requests, idempotency_key, only, whole)
 
     async def stream(
-        self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
+        self, project: str, operation_id: str, only: SamplesOf | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """Frames of a sample as they are drawn, skipping the first ``after``; see `docs/wire.md`."""
+        """Frames of a sample from its first token on, as they are drawn; see `docs/wire.md`."""
         await self._check_known(project, operation_id, only)
-        async for frame in self._samples.stream(project, operation_id, after):
+        async for frame in self._samples.stream(project, operation_id):
             yield frame
 
     async def results(

@@ -32,6 +32,7 @@ from ..errors import (
     from_wire,
 )
 from ..wire import COMPRESS_ABOVE, MEDIA_TYPE, PROTOCOL_VERSION, VERSION_HEADER, compress, pack, unpack
+from .frames import OnceEach
 
 ATTEMPT_HEADER = "X-TrainSession-Attempt"
 DEFAULT_TIMEOUT = 60.0
@@ -185,26 +186,29 @@ class Transport:
 
         return await self._with_retries(once, repeat_limited)
 
-    async def stream(self, path: str, params: Mapping[str, Any] | None = None) -> AsyncIterator[dict[str, Any]]:
-        """The frames of a stream as they arrive; ends with the frame that has ``done``.
+    async def stream(self, path: str) -> AsyncIterator[dict[str, Any]]:
+        """The frames of a stream as they arrive, each token once; ends with the frame that has ``done``.
 
-        A broken connection is resumed after the last frame received.
+        After a broken connection it is read anew, and what was handed on is left out.
 
         Raises:
             TrainSessionError: the stream's ``error`` frame.
+            EngineLost: read anew it is another one (outside exact mode samples may be).
         """
-        received = 0
+        once = OnceEach()
         deadline = time.monotonic() + PATIENCE
         while True:
+            once.begin()
             try:
-                async for frame in self._frames(path, {**(params or {}), "after": received}):
-                    received += 1
+                async for frame in self._frames(path):
                     deadline = time.monotonic() + PATIENCE
                     if "error" in frame:
                         raise from_wire(frame["error"])
-                    yield frame
                     if frame.get("done"):
+                        yield frame
                         return
+                    if (rest := once.new(frame)) is not None:
+                        yield rest
                 problem: Exception = httpx.RemoteProtocolError("the stream ended before its last frame")
             except (httpx.TransportError, ServiceUnavailable) as error:
                 problem = error
@@ -272,9 +276,9 @@ class Transport:
             raise
         return response
 
-    async def _frames(self, path: str, params: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _frames(self, path: str) -> AsyncIterator[dict[str, Any]]:
         buffer = bytearray()
-        async with self._client.stream("GET", path, params=_present(params), timeout=_timeout(None)) as response:
+        async with self._client.stream("GET", path, timeout=_timeout(None)) as response:
             await self._check_stream(response)
             async for chunk in response.aiter_raw():
                 buffer += chunk
