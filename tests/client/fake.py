@@ -104,6 +104,7 @@ class FakeService:
         params: Any = None,
         timeout: Any = None,
         repeat_limited: bool = True,
+        held: bool = False,
     ) -> Any:
         sent = json if body is None else unpack(pack(body))
         self.calls.append((method, path))

@@ -20,6 +20,7 @@ import pytest
 from tests.server.scripted import ScriptedService, serving
 from trainsession.errors import ConnectionFailed, EngineLost, IncompatibleVersion, InvalidDatum, NotFound, RateLimited
 from trainsession.transport import http as transport_http
+from trainsession.transport import patience
 from trainsession.transport.http import ATTEMPT_HEADER, Transport
 from trainsession.wire import VERSION_HEADER, pack
 
@@ -39,8 +40,13 @@ def on(url: str, use: Callable[[Transport], Any], **options: Any) -> Any:
     return asyncio.run(main())
 
 
+def hang_up(request: http.server.BaseHTTPRequestHandler) -> None:
+    request.connection.close()
+    request.close_connection = True
+
+
 @contextmanager
-def misbehaving(*answers: Handler) -> Iterator[tuple[str, list[dict[str, str]]]]:
+def misbehaving(*answers: Handler, sign: Handler = hang_up) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """A server that gives one answer after the other, the last one for ever; and the headers it saw."""
     seen: list[dict[str, str]] = []
 
@@ -49,8 +55,11 @@ def misbehaving(*answers: Handler) -> Iterator[tuple[str, list[dict[str, str]]]]
 
         def handle_any(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            seen.append(dict(self.headers))
-            answers[min(len(seen), len(answers)) - 1](self)
+            if self.path == "/v1/health":  # asked between two attempts
+                sign(self)
+            else:
+                seen.append(dict(self.headers))
+                answers[min(len(seen), len(answers)) - 1](self)
 
         do_GET = do_POST = handle_any
 
@@ -78,11 +87,6 @@ def answer(status: int, body: Any, **headers: str) -> Handler:
         request.wfile.write(data)
 
     return handle
-
-
-def hang_up(request: http.server.BaseHTTPRequestHandler) -> None:
-    request.connection.close()
-    request.close_connection = True
 
 
 def test_arrays_reach_the_service_and_errors_come_back() -> None:
@@ -144,7 +148,7 @@ def test_retry_after_is_waited_for() -> None:
 
 
 def test_retries_end_with_the_services_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_http, "PATIENCE", 0.3)
+    monkeypatch.setattr(patience, "PATIENCE", 0.3)
     with misbehaving(answer(429, {"code": "rate_limited", "message": "no"}, Retry_After="0")) as (url, seen):
         with pytest.raises(RateLimited, match="no"):
             on(url, lambda transport: transport.request("GET", "/v1/x"))
@@ -164,6 +168,47 @@ def test_a_wrong_address_fails_soon() -> None:
     with pytest.raises(ConnectionFailed, match=r"no service answers at http://127\.0\.0\.1:9"):
         on("http://127.0.0.1:9", lambda transport: transport.request("GET", "/v1/limits"))
     assert time.monotonic() - started < 10
+
+
+def test_an_address_that_answered_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another client of this process, whose service is away as the new one makes its first call."""
+    monkeypatch.setattr(patience, "FIRST_PATIENCE", 0.0)
+    with misbehaving(answer(200, {})) as (url, _):
+        on(url, lambda transport: transport.request("GET", "/v1/limits"))
+    port = int(url.rpartition(":")[2])
+
+    async def use(transport: Transport) -> Any:
+        asking = asyncio.create_task(transport.request("GET", "/v1/limits"))
+        await asyncio.sleep(0.5)
+        assert not asking.done()
+        with serving(ScriptedService(), port=port):
+            return await asking
+
+    assert "max_rank" in on(url, use)
+
+
+@pytest.mark.parametrize(("is_held", "is_there"), [(True, True), (True, False), (False, True)])
+def test_patience_with_a_held_answer_counts_from_the_last_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, is_held: bool, is_there: bool
+) -> None:
+    """The service is up now and then, and never for as long as the poll waits."""
+    monkeypatch.setattr(patience, "PATIENCE", 0.5)
+    monkeypatch.setattr(patience, "_wait", lambda _: 0.1)
+    breaks = [hang_up] * 15
+    sign = answer(200, {"status": "ok"}) if is_there else hang_up
+    with misbehaving(answer(200, {}), *breaks, answer(200, {"results": []}), sign=sign) as (url, seen):
+
+        async def use(transport: Transport) -> Any:
+            await transport.request("GET", "/v1/limits")
+            return await transport.request("POST", "/v1/results", json={}, held=is_held)
+
+        if is_held and is_there:
+            assert on(url, use) == {"results": []}
+            assert len(seen) == 17
+        else:
+            with pytest.raises(ConnectionFailed):
+                on(url, use)
+            assert len(seen) < 12
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8765", "ftp://host", "http://", ""])
