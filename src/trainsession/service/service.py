@@ -377,7 +377,7 @@ class Service:
 
     async def _retire(self, session: Session) -> None:
         """Save a session that nobody used for days as a ``state`` checkpoint, then close it."""
-        if session.kind == "trainer" and session.next_run > 1 and session.fatal is None:
+        if session.kind == "trainer" and session.next_seq > 1 and session.fatal is None:
             name = time.strftime("idle-%Y%m%d", time.gmtime())
             save = OperationRequest(kind="save_state", params={"name": name, "overwrite": True})
             operation_id, _ = await self.submit(session.project, session.id, save)

@@ -160,9 +160,10 @@ class WeightsResolver:
         return handle, [await source.lane.pool.acquire(handle, weights) for _ in range(pins)]
 
     async def check_payers(self, project: str, session_ids: set[str]) -> None:
-        """Raise `NotFound` for a session that is not the project's."""
+        """Raise `NotFound` for a session that is not the project's; the others are in use."""
         for session_id in session_ids:
             await self._sessions.info(project, session_id)
+        self._sessions.touch(session_ids)
 
     async def _replay(self, source: WeightsSource) -> None:
         """After a restart, let the session's log freeze these weights again if they are not on disk."""
