@@ -14,7 +14,7 @@ import trainsession as ts
 from bench.null_engine import MODEL, NullHost
 from tests.client.conftest import serving
 from trainsession.client import connection
-from trainsession.transport import http
+from trainsession.transport import patience
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_a_restart_of_the_service_is_invisible(tmp_path: Path, batch: list[ts.Da
 def test_a_service_that_stays_away_is_an_error_in_the_end(
     tmp_path: Path, batch: list[ts.Datum], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "PATIENCE", 1.0)
+    monkeypatch.setattr(patience, "PATIENCE", 1.0)
     gate = Gate()
     with serving(tmp_path, NullHost) as url:
         service = ts.ServiceClient(url)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import trainsession as ts
 from tests.faults.crash_points import Driver, Supervised, driving, tiny_model
 from tests.faults.nursery import ENGINE
 
@@ -39,6 +40,8 @@ class Killer:
 
     @contextlib.contextmanager
     def __call__(self, service: Supervised, directory: Path) -> Iterator[None]:
+        with ts.ServiceClient(service.url) as first:
+            first.list_sessions()  # an address where nobody ever answered is given up soon
         self._began = self._began or time.monotonic()
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(service, directory, over))

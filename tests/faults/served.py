@@ -137,6 +137,8 @@ def loop(url: str, model: str, on_start: Callable[[], None] = lambda: None) -> d
                 params = ts.SamplingParams(max_tokens=12, seed=step)
                 samples = sampler.sample([5, 6, 7 + step], num_samples=3, sampling_params=params).result(120)
                 found["tokens"] += [sample.tokens for sample in samples.sequences]
+                pieces = list(sampler.stream([7, 6 + step], 2, params))
+                found["tokens"] += [[t for piece in pieces if piece.index == j for t in piece.tokens] for j in range(2)]
         path = trainer.save_state("last").result(120).path
         with tempfile.TemporaryDirectory() as directory:
             files = Path(service.download_checkpoint(path, directory)).rglob("*.safetensors")
