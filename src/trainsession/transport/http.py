@@ -27,6 +27,7 @@ from ..errors import (
     IncompatibleVersion,
     InvalidRequest,
     RateLimited,
+    RequestTimeout,
     ServiceUnavailable,
     TrainSessionError,
     from_wire,
@@ -315,7 +316,7 @@ class Transport:
         def is_retryable(error: BaseException) -> bool:
             if isinstance(error, RateLimited) and not repeat_limited:
                 return False
-            if isinstance(error, (RateLimited, ServiceUnavailable)):
+            if isinstance(error, (RateLimited, RequestTimeout, ServiceUnavailable)):
                 return not isinstance(error, ConnectionFailed) or isinstance(error, _GatewayError)
             return isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
 
