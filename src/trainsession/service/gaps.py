@@ -36,10 +36,9 @@ class Gaps:
 
     async def give_up(self, sessions: Iterable[Session]) -> None:
         """Give up the numbers that have been missing for too long."""
-        now = time.time()
         for session in sessions:
-            until = session.gap_until
-            if until is not None and until <= now:
+            left = session.gap_left
+            if left is not None and left <= 0:
                 try:
                     await self._give_up(session)
                 except StorageError as error:

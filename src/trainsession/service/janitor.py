@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import sqlalchemy as sa
 
 from ..errors import TrainSessionError
+from ..store.clock import earliest_now
 from ..store.schema import checkpoints, frozen_weights, internal_snapshots, meta, operations
 from ..store.store import BLOBS_KEY, Store
 from .checkpoints import Checkpoints
@@ -58,7 +59,7 @@ class Janitor:
     async def round(self) -> None:
         await self._expire_results()
         await self._checkpoints.remove_expired()
-        now = time.time()
+        now = time.monotonic()
         for session in self._sessions.in_memory:
             try:
                 await self._look_after(session, now)
@@ -76,7 +77,7 @@ class Janitor:
             await lane.tidy(session)
 
     async def _expire_results(self) -> None:
-        now = time.time()
+        now = earliest_now()
         expired = sa.and_(
             operations.c.finished_at.is_not(None),
             sa.or_(

@@ -203,7 +203,7 @@ class Sessions:
                 session = self._live.get(session_id) or await self._load(project, session_id)
         if session.project != project:
             raise unknown_session(session_id)
-        session.used_at = time.time()
+        session.used_at = time.monotonic()
         return session
 
     async def load_unfinished(self) -> None:
@@ -356,7 +356,6 @@ def _session(row: Any) -> Session:
         step=row["step"],
         progress=row["progress"],
         next_run=row["next_seq"],
-        used_at=row["used_at"],
     )
 
 

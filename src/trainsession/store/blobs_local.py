@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import BinaryIO
 
 from ..errors import StorageError
 from .blobs import OWNER, Blob, Blobs, corrupt, is_name, new_name
+from .clock import earliest_now
 
 
 class LocalBlobs(Blobs):
@@ -103,7 +103,7 @@ class LocalBlobs(Blobs):
     def older_than(self, seconds: float) -> Iterator[str]:
         """See `Blobs.older_than`; also what a process that was killed left aside. What is younger another server
         may be writing."""
-        limit = time.time() - seconds
+        limit = earliest_now() - seconds
         with os.scandir(self._root) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # deleted meanwhile
