@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import secrets
 import shutil
 import threading
 from collections.abc import Iterator
@@ -40,14 +39,7 @@ class LocalBlobs(Blobs):
         name = new_name(prefix)
         aside = self._root / f".tmp-{name}"
         try:
-            descriptor = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            try:
-                view = memoryview(data).cast("B")
-                while view:
-                    view = view[os.write(descriptor, view) :]
-                self._fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            self._write(aside, data)
             self._publish(aside, name)
         except OSError as error:
             aside.unlink(missing_ok=True)
@@ -123,17 +115,27 @@ class LocalBlobs(Blobs):
             raise _storage_error("cannot read whose blobs these are", error) from error
 
     def claim(self, database: str) -> None:
-        aside = self._root / f"{OWNER}-{secrets.token_hex(16)}"
+        aside = self._root / f".tmp-{new_name('owner')}"
         try:
-            aside.write_text(database)
-            try:
-                os.link(aside, self._root / OWNER)
-            except FileExistsError:
-                return
-            finally:
-                aside.unlink()
+            # Synced as a blob is: empty, it would keep the service from its own blobs.
+            self._write(aside, database.encode())
+            with suppress(FileExistsError):
+                self._publish(aside, OWNER)
         except OSError as error:
             raise _storage_error("cannot say whose blobs these are", error) from error
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """A new file, synced."""
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            view = memoryview(data).cast("B")
+            while view:
+                view = view[os.write(descriptor, view) :]
+            self._fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _publish(self, source: Path, name: str) -> None:
         """Give a synced file its name, unless the name is taken."""
