@@ -157,7 +157,7 @@ def test_blobs_are_as_old_as_their_store_says(
 
 def test_a_server_that_died_before_the_databases_clock_was_set_back_is_replaced(start: Open) -> None:
     async def test() -> None:
-        async with start("a") as a, start("b") as b:
+        async with start("a") as a, start("b", lease_seconds=0.4, renew_seconds=0.1) as b:
             trainer = await Trainer.create(a)
             await value(a, await trainer.train([5]))
             assert a.lease._renewing is not None
