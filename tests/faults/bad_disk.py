@@ -1,11 +1,11 @@
-"""A disk that refuses to sync (EIO, or full), at each sync of a service's life in turn, once or for some time.
+"""A disk that refuses to sync or to write (EIO, or full), at each place of a service's life in turn.
 
-    python -m tests.faults.bad_disk [--every 1]
+    python -m tests.faults.bad_disk [--every 1] [--what sync|write]
 
-For each k the k-th sync of a small loop fails, and in another trial the k-th and the four behind it; of every n-th k
-only one of the two is tried. What fails is done again by the client, as the SDK's user would. In the end the weights,
-the bill and the checkpoints are those of a loop on a good disk, and no file is left over. After the first failure the
-home is copied as a kill would leave it: what was said to have failed is not in the copy.
+For each k the k-th sync (or write, of which half is done) of a small loop fails, and in another trial the k-th and the
+four behind it; of every n-th k only one of the two is tried. What fails is done again by the client, as the SDK's user
+would. In the end the weights, the bill and the checkpoints are those of a loop on a good disk, and no file is left
+over. After the first failure the home is copied as a kill would leave it: what was refused is not in the copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from bench.null_engine import NullHost
-from tests.faults.disk import Control, environment, library
+from tests.faults.disk import KINDS, Control, Kind, environment, library
 from tests.faults.homes import Account, account_of
 from tests.service.driver import LORA, PROJECT, Trainer, datum, prompt, value
 from trainsession.errors import CheckpointExists, StorageError
@@ -56,9 +56,9 @@ class Loop:
             except StorageError:
                 self.refused += 1
 
-    async def run(self, control: Control, first: int, count: int, code: int) -> None:
+    async def run(self, control: Control, what: Kind, first: int, count: int, code: int) -> None:
         service = await Service.open(self.home, NullHost(), settings=SETTINGS)
-        control.refuse(first, first + count, code)
+        control.refuse(what, first, first + count, code)
         made = CreateSession(base_model="null", lora=LORA, idempotency_key="s", name="s")
         info, epoch = await self.insist(lambda: service.create_session(PROJECT, made))
         trainer = Trainer(service, info.session_id, 1, epoch)
@@ -118,40 +118,52 @@ def _check_killed_now(home: Path, session_id: str, seq: int) -> None:
         assert asyncio.run(look()) == [], f"operation {seq} was refused, and another process would find it"
 
 
-def _try(directory: Path, control: Control, first: int, count: int, code: int) -> tuple[Account, int, Loop]:
+def _try(directory: Path, control: Control, what: Kind, first: int, count: int, code: int) -> tuple[Account, int, Loop]:
     home = directory / f"home-{first}-{count}"
     loop = Loop(home)
     try:
-        asyncio.run(asyncio.wait_for(loop.run(control, first, count, code), 30))
-        syncs = control.syncs
-        control.refuse(0, 0, 0)
+        asyncio.run(asyncio.wait_for(loop.run(control, what, first, count, code), 30))
+        places = control.count(what)
+        control.refuse(what, 0, 0, 0)
         account = account_of(home)
     except Exception as error:
-        raise AssertionError(f"sync {first}, {count} of them, {errno.errorcode[code]}: {error!r}") from error
+        raise AssertionError(f"{what} {first}, {count} of them, {errno.errorcode[code]}: {error!r}") from error
     shutil.rmtree(home)
-    return account, syncs, loop
+    return account, places, loop
 
 
-def child(directory: Path, every: int) -> None:
+def child(directory: Path, every: int, what: Kind) -> None:
     """All trials in one process."""
     store.INLINE_BYTES = INLINE_BYTES
     control = Control()
-    good, syncs, _ = _try(directory, control, 0, 0, errno.EIO)
+    good, places, _ = _try(directory, control, what, 0, 0, errno.EIO)
     tried = refused = killed = 0
-    for number, first in enumerate(range(1, syncs + 1, every)):
+    for number, first in enumerate(range(1, places + 1, every)):
         for count in (1, 5) if every == 1 else (1 if number % 2 else 5,):
             code = CODES[(first + count // 5) % len(CODES)]
-            account, _, loop = _try(directory, control, first, count, code)
+            account, _, loop = _try(directory, control, what, first, count, code)
             assert account.bill == good.bill, (first, count, account.bill, good.bill)
             assert account.checkpoints == good.checkpoints, (first, count)
             tried, refused, killed = tried + 1, refused + loop.refused, killed + loop.killed
     assert killed, "no submit was refused"
-    print(f"{syncs} syncs a loop; {tried} trials, {refused} refusals, {killed} looks behind one: as on a good disk")
+    print(
+        f"a loop has {places} of {what}; {tried} trials, {refused} refusals, {killed} looked behind: as on a good disk"
+    )
 
 
-def trials(directory: Path, every: int) -> str:
-    """What was seen. Raises `AssertionError` with the sync that shows it again."""
-    command = [sys.executable, "-m", "tests.faults.bad_disk", "--child", str(directory), "--every", str(every)]
+def trials(directory: Path, every: int, what: Kind = "sync") -> str:
+    """What was seen. Raises `AssertionError` with the place that shows it again."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.bad_disk",
+        "--child",
+        str(directory),
+        "--every",
+        str(every),
+        "--what",
+        what,
+    ]
     done = subprocess.run(
         command, env=environment(library(directory), directory), capture_output=True, text=True, timeout=1200
     )
@@ -162,14 +174,15 @@ def trials(directory: Path, every: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--what", choices=KINDS, default="sync")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        child(options.child, options.every)
+        child(options.child, options.every, options.what)
         sys.stdout.flush()
         os._exit(0)
     with tempfile.TemporaryDirectory() as directory:
-        print(trials(Path(directory), options.every))
+        print(trials(Path(directory), options.every, options.what))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 // Stands between a process and its disk (LD_PRELOAD): writes down what it asks of the disk, in order, and refuses
-// to sync where it is told to. See disk.py.
+// to write or to sync where it is told to. See disk.py.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -17,8 +17,9 @@
 static pthread_mutex_t mutex = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static char home[PATH_MAX];
 static int trace = -1;
-static long syncs, refuse_from, refuse_until;
-static int refuse_with;
+enum { SYNCS, WRITES };
+static long counts[2], refuse_from, refuse_until;
+static int refuse_what, refuse_with;
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
@@ -28,14 +29,20 @@ __attribute__((constructor)) static void begin(void) {
     if (path) trace = REAL(open)(path, O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0600);
 }
 
-// From now on the syncs of number ``from`` up to ``until`` fail; the next one has number 1.
-void disk_refuse(long from, long until, int code) {
+// From now on the syncs, or writes, of number ``from`` up to ``until`` fail; the next one has number 1.
+void disk_refuse(int what, long from, long until, int code) {
     pthread_mutex_lock(&mutex);
-    syncs = 0, refuse_from = from, refuse_until = until, refuse_with = code;
+    counts[SYNCS] = counts[WRITES] = 0;
+    refuse_what = what, refuse_from = from, refuse_until = until, refuse_with = code;
     pthread_mutex_unlock(&mutex);
 }
 
-long disk_syncs(void) { return syncs; }
+long disk_count(int what) { return counts[what]; }
+
+static int is_refused(int what) {
+    counts[what]++;
+    return refuse_what == what && counts[what] >= refuse_from && counts[what] < refuse_until;
+}
 
 static int is_ours(const char *path) {
     return home[0] && strncmp(path, home, strlen(home)) == 0;
@@ -99,23 +106,27 @@ static ssize_t written(int fd, const void *data, ssize_t n, uint64_t offset) {
 ssize_t write(int fd, const void *data, size_t size) {
     if (fd == trace || !home[0]) return REAL(write)(fd, data, size);
     pthread_mutex_lock(&mutex);
+    char path[PATH_MAX];
     off_t at = lseek(fd, 0, SEEK_CUR);
-    ssize_t n = REAL(write)(fd, data, size);
-    int error = errno;
+    int refused = at >= 0 && path_of(fd, path) && is_refused(WRITES);
+    ssize_t n = REAL(write)(fd, data, refused ? size / 2 : size);  // of what is refused half is there
+    int error = refused ? refuse_with : errno;
     if (at >= 0) written(fd, data, n, at);
     pthread_mutex_unlock(&mutex);
     errno = error;
-    return n;
+    return refused ? -1 : n;
 }
 
 static ssize_t put_at(__typeof__(&pwrite) real, int fd, const void *data, size_t size, off_t offset) {
+    char path[PATH_MAX];
     pthread_mutex_lock(&mutex);
-    ssize_t n = real(fd, data, size, offset);
-    int error = errno;
+    int refused = path_of(fd, path) && is_refused(WRITES);
+    ssize_t n = real(fd, data, refused ? size / 2 : size, offset);
+    int error = refused ? refuse_with : errno;
     written(fd, data, n, offset);
     pthread_mutex_unlock(&mutex);
     errno = error;
-    return n;
+    return refused ? -1 : n;
 }
 ssize_t pwrite(int fd, const void *data, size_t size, off_t at) { return put_at(REAL(pwrite), fd, data, size, at); }
 ssize_t pwrite64(int fd, const void *data, size_t size, off_t at) { return put_at(REAL(pwrite64), fd, data, size, at); }
@@ -136,8 +147,7 @@ static int synced(__typeof__(&fsync) real, int fd) {
     char path[PATH_MAX];
     if (!path_of(fd, path)) return real(fd);
     pthread_mutex_lock(&mutex);
-    syncs++;
-    int failed = syncs >= refuse_from && syncs < refuse_until ? -1 : real(fd), error = failed ? refuse_with : errno;
+    int refused = is_refused(SYNCS), failed = refused ? -1 : real(fd), error = refused ? refuse_with : errno;
     if (!failed) record('s', number_of(fd), 0, path, "", 0);
     pthread_mutex_unlock(&mutex);
     errno = error;

@@ -19,9 +19,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Loss = Literal["all that was not synced", "nothing", "some"]
+Kind = Literal["sync", "write"]
+KINDS = get_args(Kind)
 SECTOR = 512
 _HEAD = struct.Struct("<cQQIQ")
 
@@ -54,16 +56,15 @@ class Control:
         text = json.dumps(what).encode()
         self._library.disk_mark(text, ctypes.c_uint64(len(text)))
 
-    def refuse(self, first: int, until: int, code: int) -> None:
-        """The syncs from the ``first``-th from now on fail; the ``until``-th does not."""
-        self._library.disk_refuse(ctypes.c_long(first), ctypes.c_long(until), ctypes.c_int(code))
+    def refuse(self, what: Kind, first: int, until: int, code: int) -> None:
+        """The syncs, or writes, from the ``first``-th from now on fail; the ``until``-th does not."""
+        self._library.disk_refuse(KINDS.index(what), ctypes.c_long(first), ctypes.c_long(until), ctypes.c_int(code))
 
-    @property
-    def syncs(self) -> int:
+    def count(self, what: Kind) -> int:
         """Since the last `refuse`."""
-        count = self._library.disk_syncs
+        count = self._library.disk_count
         count.restype = ctypes.c_long
-        return int(count())
+        return int(count(KINDS.index(what)))
 
 
 @dataclass(frozen=True, slots=True)
