@@ -118,6 +118,23 @@ def _check_killed_now(home: Path, session_id: str, seq: int) -> None:
         assert asyncio.run(look()) == [], f"operation {seq} was refused, and another process would find it"
 
 
+async def _refuse_a_commit(home: Path, control: Control) -> None:
+    """One that is surely a submit's, whatever else goes on in the loop."""
+    service = await Service.open(home, NullHost(), settings=SETTINGS)
+    trainer = await Trainer.create(service)
+    request = trainer.request("zero_grad")
+    control.refuse("sync", 1, 2, errno.EIO)
+    try:
+        await service.submit(PROJECT, trainer.id, request)
+    except StorageError:
+        await asyncio.to_thread(_check_killed_now, home, trainer.id, 1)
+    else:
+        raise AssertionError("a submit was acknowledged that is not on the disk")
+    control.refuse("sync", 0, 0, 0)
+    await value(service, (await service.submit(PROJECT, trainer.id, request))[0])
+    await service.close()
+
+
 def _try(directory: Path, control: Control, what: Kind, first: int, count: int, code: int) -> tuple[Account, int, Loop]:
     home = directory / f"home-{first}-{count}"
     loop = Loop(home)
@@ -136,6 +153,7 @@ def child(directory: Path, every: int, what: Kind) -> None:
     """All trials in one process."""
     store.INLINE_BYTES = INLINE_BYTES
     control = Control()
+    asyncio.run(_refuse_a_commit(directory / "home-commit", control))
     good, places, _ = _try(directory, control, what, 0, 0, errno.EIO)
     tried = refused = killed = 0
     for number, first in enumerate(range(1, places + 1, every)):
@@ -145,7 +163,6 @@ def child(directory: Path, every: int, what: Kind) -> None:
             assert account.bill == good.bill, (first, count, account.bill, good.bill)
             assert account.checkpoints == good.checkpoints, (first, count)
             tried, refused, killed = tried + 1, refused + loop.refused, killed + loop.killed
-    assert killed, "no submit was refused"
     print(
         f"a loop has {places} of {what}; {tried} trials, {refused} refusals, {killed} looked behind: as on a good disk"
     )
