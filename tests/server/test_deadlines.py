@@ -42,6 +42,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Talkative,
     monkeypatch.setattr(deadlines, "BODY_SECONDS", 0.5)
     monkeypatch.setattr(deadlines, "BODY_BYTES_PER_SECOND", 20_000)
     monkeypatch.setattr(deadlines, "TAKE_SECONDS", 0.5)
+    monkeypatch.setattr(deadlines, "REST_SECONDS", 1.5)
     monkeypatch.setattr(running, "KEEP_ALIVE_SECONDS", 1)
     service = Talkative()
     with serving(service) as (url, server):
@@ -168,9 +169,12 @@ def _closed_after(connection: socket.socket, send: Callable[[], None] = lambda: 
 def test_heads_that_do_not_come_are_waited_for_a_bounded_time(impatient: tuple[str, Talkative, Server]) -> None:
     url, service, server = impatient
     asks = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    poll = json.dumps({"wait": ["op_1"], "timeout": 1.6}).encode()
+    poll = json.dumps({"wait": ["op_1"], "timeout": 4.0}).encode()
     with ExitStack() as stack:
         silent, half, slow, used, kept, polling = (stack.enter_context(connected(url)) for _ in range(6))
+        refused, began = stack.enter_context(connected(url)), time.monotonic()
+        refused.sendall(head(SESSIONS, "text/plain", 10_000))
+        assert refused.recv(2**16).startswith(b"HTTP/1.1 415 ")
         polling.sendall(head("/v1/results", JSON, len(poll)) + poll)  # who waits for an answer is not slow
         half.sendall(b"GET /v1/lim")
         slow.sendall(b"GET /v1/limits HTTP/1.1\r\nX: ")
@@ -179,6 +183,8 @@ def test_heads_that_do_not_come_are_waited_for_a_bounded_time(impatient: tuple[s
             assert connection.recv(2**16).startswith(b"HTTP/1.1 200 ")
         used.sendall(b"GET /v1/lim")
         assert 0.2 < _closed_after(slow, lambda: slow.sendall(b"x")) < 3  # a look at the connections is a second
+        assert _closed_after(refused, lambda: refused.sendall(b"x")) < 3
+        assert time.monotonic() - began > 1.5
         for connection in (silent, half, used, kept):
             assert _closed_after(connection) < 1.5
         assert polling.recv(2**16).startswith(b"HTTP/1.1 200 ")

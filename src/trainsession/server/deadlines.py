@@ -21,6 +21,8 @@ BODY_SECONDS = 30.0
 """A request waits for its body for so long, and ..."""
 BODY_BYTES_PER_SECOND = 4096
 """... a second longer for so many bytes that have come. So a large body over a thin line passes."""
+REST_SECONDS = 300.0
+"""A client may go on with a body that was refused for so long: many look for the answer only behind its end."""
 TAKE_SECONDS = 120.0
 """A connection is broken whose client takes nothing of an answer for so long."""
 
@@ -80,10 +82,14 @@ class SlowConnections:
             last, since = before.get(connection, (stage, now))
             since = since if last == stage else now
             self._since[connection] = (stage, since)
-            if stage[0] == "head" and now - since > HEAD_SECONDS:
-                connection.shutdown()
-            elif stage[0] == "answer" and now - since > TAKE_SECONDS:
-                connection.transport.abort()  # closing waits until all of it has been taken
+            if now - since > _seconds(stage):
+                # Closing would wait until all of an answer has been taken.
+                end = connection.transport.abort if stage[0] == "answer" else connection.shutdown
+                end()
+
+
+def _seconds(stage: _Stage) -> float:
+    return {"answer": TAKE_SECONDS, "rest": REST_SECONDS, "head": HEAD_SECONDS}[stage[0]]
 
 
 def _stage_of(connection: Any) -> _Stage | None:
@@ -95,5 +101,5 @@ def _stage_of(connection: Any) -> _Stage | None:
     is_between = cycle is None or cycle.response_complete
     # With its timer a connection is idle, which is uvicorn's affair; the first byte of a head stops the timer.
     if is_between and connection.timeout_keep_alive_task is None and not connection.transport.is_closing():
-        return "head", cycle
+        return "head" if cycle is None or not cycle.more_body else "rest", cycle
     return None
