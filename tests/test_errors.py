@@ -69,6 +69,7 @@ def test_codes_do_not_change() -> None:
         ("PayloadTooLarge", 413, "payload_too_large"),
         ("UnsupportedMediaType", 415, "unsupported_media_type"),
         ("RateLimited", 429, "rate_limited"),
+        ("RequestTimeout", 408, "request_timeout"),
         ("EngineError", 500, "engine_error"),
         ("EngineLost", 500, "engine_lost"),
         ("StorageError", 507, "storage_error"),
@@ -120,6 +121,7 @@ def test_retryable_is_what_may_succeed_later() -> None:
     retryable = {cls.__name__ for cls in tree() if cls("x").is_retryable()}
     assert retryable == {
         "RateLimited",
+        "RequestTimeout",
         "ServiceUnavailable",
         "ConnectionFailed",
         "StorageUnavailable",

@@ -37,6 +37,7 @@ and the client raises the class that owns the code.
             StorageUnavailable (also StorageError)
                 DatabaseUnavailable
                 BlobsUnavailable
+        RequestTimeout                      the body of a request came too slowly
         IncompatibleVersion
         ResultTimeout (also TimeoutError)   result(timeout) ran out; the operation goes on
 """
@@ -78,7 +79,7 @@ class TrainSessionError(Exception):
 
     def is_retryable(self) -> bool:
         """Whether the same request may succeed later."""
-        return isinstance(self, (RateLimited, ServiceUnavailable, ResultTimeout))
+        return isinstance(self, (RateLimited, RequestTimeout, ServiceUnavailable, ResultTimeout))
 
 
 class InvalidRequest(TrainSessionError, ValueError):
@@ -217,6 +218,12 @@ class UnsupportedMediaType(TrainSessionError):
     """The request body is of a media type that the service does not read."""
 
     status, code = 415, "unsupported_media_type"
+
+
+class RequestTimeout(TrainSessionError):
+    """The body of the request came too slowly; nothing was done."""
+
+    status, code = 408, "request_timeout"
 
 
 class RateLimited(TrainSessionError):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,3 +146,33 @@ def test_identity_ignores_dtype_and_sees_weights(tiny_model: Path, tmp_path: Pat
 def test_unknown_dtype_names_the_known(tiny_model: Path) -> None:
     with pytest.raises(InvalidRequest, match="float32, bfloat16"):
         load_model(tiny_model, name="tiny", dtype="int8")
+
+
+CODE = {"AutoConfig": "foreign.Config", "AutoModelForCausalLM": "foreign.Model", "AutoTokenizer": ["foreign.T", None]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"auto_map": CODE, "trust_remote_code": True, "architectures": ["foreign.Model"]},
+        {"attn_implementation": "somebody/kernels:foreign", "experts_implementation": "somebody/kernels"},
+        {"_attn_implementation": "somebody/kernels", "_attn_implementation_internal": "somebody/kernels"},
+    ],
+    ids=["code", "kernels", "private"],
+)
+def test_a_configuration_brings_no_code(
+    tiny_model: Path, loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
+) -> None:
+    """CVE-2026-4372 and its like: fields of config.json that are taken for a place to get code from."""
+    path, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(tiny_model, path)
+    (path / "foreign.py").write_text(f"open({str(ran)!r}, 'w')\nclass Config: pass\nclass Model: pass\nclass T: pass\n")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | fields))
+    monkeypatch.chdir(path)
+    monkeypatch.syspath_prepend(str(path))
+    model = load_model(path, name="tiny", device="cpu", dtype="float32")
+    assert not ran.exists()
+    _, logits, _ = packed_pass(model, _sequences(9))
+    _, expected, _ = packed_pass(loaded("llama"), _sequences(9))
+    assert torch.equal(logits, expected)

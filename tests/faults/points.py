@@ -65,8 +65,8 @@ POINTS = [
     # The database and the blobs.
     Point("commit.before", "store/database.py", "Database._attempt", "transaction.commit()"),
     Point("commit.after", "store/database.py", "Database._attempt", "return None"),
-    Point("blob.before", "store/blobs_local.py", "LocalBlobs.put", "descriptor = os.open("),
-    Point("blob.written", "store/blobs_local.py", "LocalBlobs.put", "self._fsync(descriptor)"),
+    Point("blob.before", "store/blobs_local.py", "LocalBlobs.put", "self._write("),
+    Point("blob.written", "store/blobs_local.py", "LocalBlobs._write", "self._fsync(descriptor)"),
     Point("blob.synced", "store/blobs_local.py", "LocalBlobs.put", "self._publish("),
     Point("blob.linked", "store/blobs_local.py", "LocalBlobs._publish", "self._fsync_directory()"),
     Point("blob.published", "store/blobs_local.py", "LocalBlobs._publish", "source.unlink()"),

@@ -75,16 +75,17 @@ def test_a_crowd_of_idle_and_slow_connections_holds_nobody_up(
 ) -> None:
     with _served(nursery, tmp_path / "served") as service, contextlib.ExitStack() as stack:
         expected, _ = loop(service.url, str(tiny_model))
+        assert set().union(*(_listening(pid) for pid in (service.pid, *_engines(service)))) == {service.port}
         before = _held(service.pid)
         halves = (b"", b"GET /v1/lim", b"POST /v1/results HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         for index in range(SLOW):
             slow = stack.enter_context(socket.create_connection(("127.0.0.1", service.port)))
             slow.sendall(halves[index % len(halves)])
+        _until(lambda: _held(service.pid)[0] >= before[0] + SLOW / 2)  # in 30 s they are closed
         started = time.monotonic()
         found, _ = loop(service.url, str(tiny_model))
         assert found == expected
         assert time.monotonic() - started < 60
-        assert _held(service.pid)[0] >= before[0] + SLOW / 2
         stack.close()
         _until(lambda: _held(service.pid)[0] <= before[0] + 8)
 
@@ -125,6 +126,15 @@ def _engines(service: Supervised) -> list[int]:
     """The nursery forks them, so they are no children of the service: by what they hold open."""
     children = engines_of(int(Path(f"/proc/{service.pid}/stat").read_text().split()[3]))
     return [pid for pid in children if pid != service.pid]
+
+
+def _listening(pid: int) -> set[int]:
+    """TCP ports on which a process takes connections."""
+    mine = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
 
 
 def _sockets() -> int:

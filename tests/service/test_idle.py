@@ -99,7 +99,7 @@ def test_that_a_session_is_in_use_is_not_written_with_each_sample(tmp_path: Path
             sampler, _ = await service.create_session(PROJECT, CreateSession(base_model=MODEL, kind="sampler"))
             lazy: list[object] = []
             service._sessions._store.write_lazily = lazy.append  # type: ignore[method-assign]
-            started = time.time()
+            started = time.monotonic()
             for _ in range(20):
                 service._sessions.touch([sampler.session_id])
             assert len(lazy) == 1

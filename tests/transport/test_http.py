@@ -130,14 +130,15 @@ def test_large_bodies_go_compressed_when_asked(monkeypatch: pytest.MonkeyPatch) 
 def test_retries_after_broken_connections_and_busy_answers() -> None:
     busy = answer(503, {"code": "unavailable", "message": "busy"}, Retry_After="0")
     slow_down = answer(429, {"code": "rate_limited", "message": "slow"}, Retry_After="0")
-    with misbehaving(answer(200, {}), hang_up, busy, slow_down, answer(200, {"ok": 1})) as (url, seen):
+    slow_line = answer(408, {"code": "request_timeout", "message": "slow"})
+    with misbehaving(answer(200, {}), hang_up, busy, slow_down, slow_line, answer(200, {"ok": 1})) as (url, seen):
 
         async def use(transport: Transport) -> Any:
             await transport.request("GET", "/v1/limits")
             return await transport.request("POST", "/v1/x", json={"idempotency_key": "k"})
 
         assert on(url, use) == {"ok": 1}
-    assert [headers[ATTEMPT_HEADER] for headers in seen] == ["1", "1", "2", "3", "4"]
+    assert [headers[ATTEMPT_HEADER] for headers in seen] == ["1", "1", "2", "3", "4", "5"]
 
 
 def test_retry_after_is_waited_for() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ..tokenization import BUNDLE_FILES
 from .lora import Adapter
-from .model import LoadedModel, without_progress_bars
+from .model import LoadedModel, own_config, without_progress_bars
 
 
 @torch.no_grad()
@@ -27,7 +27,9 @@ def export_merged(model: LoadedModel, adapter: Adapter, directory: str | Path) -
     """
     directory = Path(directory)
     with without_progress_bars():
-        merged = AutoModelForCausalLM.from_pretrained(model.path, dtype=model.dtype, local_files_only=True)
+        merged = AutoModelForCausalLM.from_pretrained(
+            model.path, config=own_config(model.path), dtype=model.dtype, local_files_only=True
+        )
     unembedding = cast(nn.Linear, merged.get_output_embeddings())
     embedding = cast(nn.Embedding, merged.get_input_embeddings())
     if model.unembedding_name in adapter.weights and unembedding.weight is embedding.weight:

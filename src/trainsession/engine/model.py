@@ -241,11 +241,14 @@ def load_model(
     path = Path(path)
     on = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     kind = _choose_dtype(dtype, on)
-    _refuse_config(AutoConfig.from_pretrained(path, local_files_only=True), name)
+    config = own_config(path)
+    _refuse_config(config, name)
     with without_progress_bars():
         causal = cast(
             PreTrainedModel,
-            AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True, use_safetensors=True),
+            AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=kind, local_files_only=True, use_safetensors=True
+            ),
         )
     causal = causal.to(on).eval().requires_grad_(False)  # type: ignore[arg-type]
     expected = plain_logits(causal)
@@ -304,6 +307,18 @@ def _cpu_has_bfloat16() -> bool:
         return False
     flags = {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def own_config(path: Path) -> Any:
+    """A model's configuration, without what it says of who computes attention and experts.
+
+    That is not the model's to say: a name with a slash is a kernel that transformers would fetch from the hub and run.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part._attn_implementation = None
+        part._experts_implementation = None
+    return config
 
 
 def _refuse_config(config: Any, name: str) -> None:

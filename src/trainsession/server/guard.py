@@ -1,4 +1,4 @@
-"""What holds for every request before a route sees it: protocol, host, media type, body size.
+"""What holds for every request before a route sees it: protocol, host, media type, size and pace of the body.
 
 Pure ASGI, so that bodies and streams pass through without a copy.
 """
@@ -26,6 +26,7 @@ from ..errors import (
 from ..limits import LIMITS, MIN_BODY_BYTES, Limits
 from ..wire import MEDIA_TYPE, PROTOCOL_VERSION, VERSION_HEADER, decompress
 from . import access_log
+from .deadlines import timely
 from .responses import OFF_LOOP_ABOVE, error_response, media_type
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -102,13 +103,13 @@ class Guard:
             raise PermissionDenied(f"requests of web pages of {origin!r} are not served here")
 
     def _limited(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """``receive`` that refuses an unknown media type or too large a body, and decompresses it.
+        """``receive`` that refuses an unknown media type, too large or too slow a body, and decompresses it.
 
         The bound stands in the request's state as ``body``, for whoever learns of a lower one, unless the
         body fits every project's: most bodies do, and whose they are need not be looked up for that.
 
         Raises (here or while the body is read):
-            UnsupportedMediaType, PayloadTooLarge, InvalidRequest.
+            UnsupportedMediaType, PayloadTooLarge, InvalidRequest, RequestTimeout.
         """
         length = headers.get("content-length", "0")
         if "transfer-encoding" not in headers and length == "0":
@@ -124,11 +125,12 @@ class Guard:
         bound = BodyBound(limit, getattr(self.limits, limit), int(length))
         if not plain or int(length) > MIN_BODY_BYTES:
             scope["state"]["body"] = bound
+        receive = _counted(timely(receive), bound)
         if encoding == "identity":
-            return _counted(receive, bound)
+            return receive
         if encoding != "zstd" or kind != MEDIA_TYPE:
             raise UnsupportedMediaType(f"Content-Encoding {encoding!r}; msgpack bodies may be zstd, others plain")
-        return _decompressed(_counted(receive, bound), bound)
+        return _decompressed(receive, bound)
 
 
 def _native_answer(error: Exception, scope: Scope) -> Response:

@@ -21,6 +21,7 @@ from ..errors import (
     InvalidRequest,
     NotFound,
     RateLimited,
+    RequestTimeout,
     ServiceUnavailable,
     TrainSessionError,
 )
@@ -77,11 +78,14 @@ def error_response(error: Exception, request_id: str) -> Response:
 
 def error_headers(error: Exception) -> dict[str, str]:
     """Those that belong to an error's answer, whatever the body's shape."""
+    error = _unwrapped(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, AuthenticationFailed):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, (RateLimited, ServiceUnavailable)):
         headers["Retry-After"] = str(error.details.get("retry_after", RETRY_AFTER_SECONDS))
+    if isinstance(error, RequestTimeout):
+        headers["Connection"] = "close"  # the rest of the body would be taken for a request
     return headers
 
 
@@ -104,7 +108,14 @@ def known_error(error: Exception, request_id: str) -> tuple[int, TrainSessionErr
     return status, known
 
 
+def _unwrapped(error: Exception) -> Exception:
+    """FastAPI wraps what the reading of a body raises; the limit of a body is such a case."""
+    cause = error.__cause__ if isinstance(error, HTTPException) else None
+    return cause if isinstance(cause, TrainSessionError) else error
+
+
 def _translate(error: Exception) -> tuple[int, TrainSessionError | None]:
+    error = _unwrapped(error)
     if isinstance(error, TrainSessionError):
         return error.status, error
     if isinstance(error, ClientDisconnect):  # while its body was read: an answer for nobody
@@ -113,9 +124,6 @@ def _translate(error: Exception) -> tuple[int, TrainSessionError | None]:
     if isinstance(error, (RequestValidationError, ValidationError)):
         return 422, _invalid(error.errors())
     if isinstance(error, HTTPException):
-        # FastAPI wraps what the reading of a body raises; the limit of a body is such a case.
-        if isinstance(error.__cause__, TrainSessionError):
-            return error.__cause__.status, error.__cause__
         if error.status_code == 404:
             return 404, NotFound("there is no such path; the API's paths are at /openapi.json")
         return error.status_code, InvalidRequest(str(error.detail))

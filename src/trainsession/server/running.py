@@ -12,10 +12,12 @@ import uvicorn
 from ..service.service import Service
 from .app import create_app
 from .auth import Authenticate
+from .deadlines import SlowConnections
 from .in_process import InProcess
 
 KEEP_ALIVE_SECONDS = 75
-"""Longer than a client keeps an idle connection, so that the client is the one to drop it."""
+"""A connection on which nothing is asked is closed after so long. Longer than a client keeps one, so that the client
+is the one to drop it."""
 GRACE_SECONDS = 10
 """A stopping server lets running requests end for so long; long polls and streams end at once."""
 BACKLOG = 2048
@@ -51,6 +53,7 @@ class Server(uvicorn.Server):
         self.servers: list[asyncio.Server] = []
         self.in_process = InProcess(app)
         self._forwarder = app.state.forwarder
+        self._slow = SlowConnections()
         self.companions: list[Server] = []
         """They stop when this one is told to, and at the same time."""
 
@@ -70,6 +73,11 @@ class Server(uvicorn.Server):
         """Wait for no request any longer."""
         for server in (self, *self.companions):
             server.should_exit = server.force_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # a tick is a tenth of a second
+            self._slow.end(self.server_state.connections)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if not self._closing.done():

@@ -15,6 +15,7 @@ from ..engine import checkpoint as formats
 from ..engine.api import AdapterState
 from ..errors import CheckpointExists, CheckpointMismatch, InvalidRequest, NotFound
 from ..store.blobs import Blob
+from ..store.clock import earliest_now, latest_now
 from ..store.schema import checkpoints
 from ..store.store import Store
 from ..types import Checkpoint, LoraConfig
@@ -104,7 +105,7 @@ class Checkpoints:
             ],
             "size_bytes": size,
             "created_at": now,
-            "expires_at": None if ttl_seconds is None else now + ttl_seconds,
+            "expires_at": None if ttl_seconds is None else latest_now() + ttl_seconds,
         }
 
         def insert(connection: sa.Connection) -> None:
@@ -112,7 +113,7 @@ class Checkpoints:
             if connection.execute(sa.select(checkpoints.c.id).where(same)).first() is not None:
                 if not overwrite:
                     raise already_exists(origin.session_id, kind, name)
-                gone = now + _REPLACED_SECONDS
+                gone = latest_now() + _REPLACED_SECONDS
                 connection.execute(sa.update(checkpoints).where(same).values(current=False, expires_at=gone))
             connection.execute(sa.insert(checkpoints).values(**values))
 
@@ -141,7 +142,7 @@ class Checkpoints:
             )
         query = sa.select(checkpoints).where(_current(project, match["session"], match["kind"], match["name"]))
         row = await self._store.read(lambda connection: connection.execute(query).one_or_none())
-        if row is None or (row.expires_at is not None and row.expires_at <= time.time()):
+        if row is None or (row.expires_at is not None and row.expires_at <= earliest_now()):
             raise NotFound(f"no checkpoint {path} in this project", details={"path": path})
         return row
 
@@ -173,7 +174,7 @@ class Checkpoints:
             checkpoints.c.project == project,
             checkpoints.c.current.is_(True),
             checkpoints.c.listed.is_(True),
-            sa.or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > time.time()),
+            sa.or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > earliest_now()),
         )
         if session_id is not None:
             query = query.where(checkpoints.c.session_id == session_id)
@@ -210,7 +211,7 @@ class Checkpoints:
         raise NotFound(f"{path} has no file {name!r}; it has {', '.join(file['name'] for file in row.files)}")
 
     async def remove_expired(self) -> None:
-        query = sa.select(checkpoints).where(checkpoints.c.expires_at <= time.time())
+        query = sa.select(checkpoints).where(checkpoints.c.expires_at <= earliest_now())
         await self._remove(await self._store.read(lambda connection: connection.execute(query).all()))
 
     async def _remove(self, rows: Sequence[Any]) -> None:

@@ -125,7 +125,6 @@ class FrozenPool:
                 "session_id": weights.session_id,
                 "blob": blob.name,
                 "sha256": blob.sha256,
-                "used_at": time.time(),
             }
             surplus = await self._store.write(lambda connection: self._insert(connection, row))
             await self._store.drop_blobs(surplus)
@@ -137,7 +136,8 @@ class FrozenPool:
         if connection.execute(same).first() is not None:
             # Written before a crash, and frozen again by a replay from a snapshot that is older.
             return [str(row["blob"])]
-        connection.execute(sa.insert(frozen_weights).values(**row))
+        used_at = _now_for(connection, str(row["session_id"]))
+        connection.execute(sa.insert(frozen_weights).values(**row, used_at=used_at))
         surplus = connection.execute(
             sa.select(frozen_weights.c.id, frozen_weights.c.blob)
             .where(frozen_weights.c.session_id == row["session_id"])
@@ -160,7 +160,14 @@ class FrozenPool:
                 "them ended or needed the room. Take a new snapshot, or keep weights with save_weights.",
                 details={"operation_id": weights.key},
             )
-        used = sa.update(frozen_weights).where(frozen_weights.c.id == weights.key).values(used_at=time.time())
-        self._store.write_lazily(lambda connection: connection.execute(used))
+        used = sa.update(frozen_weights).where(frozen_weights.c.id == weights.key)
+        self._store.write_lazily(lambda c: c.execute(used.values(used_at=_now_for(c, row.session_id))))
         data = await self._store.in_thread(self._store.blobs.get, row.blob, row.sha256)
         return formats.state_from_files(wire.unpack(data))
+
+
+def _now_for(connection: sa.Connection, session_id: str) -> float:
+    """A time later than any that the session's weights were used at: a clock that was set back would make those that
+    are used now the least recently used."""
+    latest = sa.select(sa.func.max(frozen_weights.c.used_at)).where(frozen_weights.c.session_id == session_id)
+    return max(time.time(), (connection.execute(latest).scalar() or 0.0) + 0.001)

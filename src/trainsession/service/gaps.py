@@ -40,8 +40,8 @@ class Gaps:
         Raises:
             StorageError: it could not be written, and they are waited for on.
         """
-        until = session.gap_until
-        if until is not None and until <= time.time():
+        left = session.gap_left
+        if left is not None and left <= 0:
             await self._give_up(session)
 
     async def _give_up(self, session: Session) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import sqlalchemy as sa
 
 from ..errors import TrainSessionError
+from ..store.clock import earliest_now
 from ..store.schema import checkpoints, frozen_weights, internal_snapshots, meta, operations
 from ..store.store import BLOBS_KEY, Store
 from .checkpoints import Checkpoints
@@ -61,9 +62,9 @@ class Janitor:
         await self._expire_results()
         await self._checkpoints.remove_expired()
         await self._remove_orphans()
-        now = time.time()
-        for session in await self._sessions.unused(now - self._settings.close_after_idle_seconds):
+        for session in await self._sessions.unused(self._settings.close_after_idle_seconds):
             await self._in_turn(session, self._retire(session))
+        now = time.monotonic()
         for session in self._sessions.in_memory:
             await self._in_turn(session, self._look_after(session, now))
 
@@ -81,7 +82,7 @@ class Janitor:
             await lane.tidy(session)
 
     async def _expire_results(self) -> None:
-        now = time.time()
+        now = earliest_now()
         expired = sa.and_(
             operations.c.finished_at.is_not(None),
             sa.or_(

@@ -190,8 +190,8 @@ class Lane:
 
     async def _woken(self) -> None:
         """Wait until something became ready, or a missing number is to be given up."""
-        deadlines = [until for session in self._sessions.values() if (until := session.gap_until) is not None]
-        seconds = max(min(deadlines) - time.time(), self._settings.retry_seconds) if deadlines else None
+        gaps = [left for session in self._sessions.values() if (left := session.gap_left) is not None]
+        seconds = max(min(gaps), self._settings.retry_seconds) if gaps else None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
@@ -336,7 +336,7 @@ class Lane:
         session.passed(operation)
         session.operations_since_snapshot += 1
         session.seconds_since_snapshot += seconds
-        session.used_at = time.time()
+        session.used_at = time.monotonic()
         if operation.replay:
             if outcome.error is not None and session.fatal is None:
                 logger.error("replay of %s failed: %s", operation.id, outcome.error.message)

@@ -203,6 +203,11 @@ class Lease:
         on_time = rows.pop(self.server).expires_at > now
         mine = sa.update(servers).where(servers.c.id == self.server)
         connection.execute(mine.values(expires_at=now + self._settings.lease_seconds))
+        # Dated by a clock that has been set back since: it would stand for a dead server for as long. Who lives renews
+        # long before, whatever lease it was configured with.
+        farthest = now + 4 * self._settings.lease_seconds
+        ahead = sa.update(servers).where(servers.c.expires_at > farthest, servers.c.id != self.server)
+        connection.execute(ahead.values(expires_at=farthest))
         gone = [row.id for row in rows.values() if row.expires_at == _ENDED or (on_time and row.expires_at <= now)]
         self._peers = {row.id: row.address for row in rows.values() if row.id not in gone}
         return self._take_over(connection, gone) if gone and not self.closing else None

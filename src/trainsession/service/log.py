@@ -18,6 +18,7 @@ from ..errors import (
     TrainSessionError,
     from_wire,
 )
+from ..store.clock import latest_now
 from ..store.prepared import Prepared
 from ..store.schema import budgets, json_type, operations, sessions
 from ..store.store import Store, Stored
@@ -224,7 +225,7 @@ class OperationLog:
     def acknowledge(self, project: str, ids: Sequence[str]) -> None:
         """The client has these; a result that is acknowledged is deleted an hour later."""
         if ids:
-            now = time.time()
+            now = latest_now()
             calls = [{"operation": operation_id, "of": project, "now": now} for operation_id in ids]
             self._store.write_lazily(lambda connection: _ACKNOWLEDGE.run(connection, *calls))
 

@@ -150,9 +150,9 @@ class Recovery:
                 tokens=row.tokens,
                 replay=row.state == "done",
                 error=from_wire(row.error or {}) if row.state in ("failed", "cancelled") else None,
-                accepted_at=row.created_at,
                 quote=None if row.quote is None else Quote.of_row(row.quote),
             )
+            operation.accepted_before(row.created_at)
             if row.state == "queued":
                 queued.append(operation)
         replays = [seq for seq, operation in session.pending.items() if operation.replay]

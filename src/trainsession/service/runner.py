@@ -136,12 +136,12 @@ class Runner:
 
     async def drop_old_graphs(self, session: Session, seconds: float) -> None:
         """Free graphs whose backward did not come in time; it will run its forward again."""
-        limit = time.time() - seconds
+        limit = time.monotonic() - seconds
         for seq in [seq for seq, kept in session.kept.items() if kept.kept_at < limit]:
             await self._handle.call("drop_graph", session.kept.pop(seq).operation.id)
 
     async def _keep(self, session: Session, operation: Operation, body: Body) -> None:
-        session.kept[operation.seq] = KeptForward(operation, body, time.time())
+        session.kept[operation.seq] = KeptForward(operation, body, time.monotonic())
         while len(session.kept) > _GRAPHS_PER_SESSION:
             oldest = session.kept.pop(min(session.kept))
             await self._handle.call("drop_graph", oldest.operation.id)
@@ -178,7 +178,7 @@ class Runner:
                 f"forward_seq: operation {seq} is not a forward_keep that succeeded", details={"key": "forward_seq"}
             )
         operation_id, body = found
-        return KeptForward(Operation(operation_id, seq, "forward_keep"), body, time.time())
+        return KeptForward(Operation(operation_id, seq, "forward_keep"), body, time.monotonic())
 
     async def _freeze(self, session: Session, operation: Operation) -> Outcome:
         # A replay in inexact arithmetic would make other weights under the frozen ones' name.

@@ -48,7 +48,14 @@ class Operation:
     """Times that the service itself met a fault while it ran this."""
     quote: Quote | None = None
     """What it costs; None where it cannot cost anything."""
-    accepted_at: float = 0.0
+    accepted_at: float = field(default_factory=time.time)
+    waits_since: float = field(default_factory=time.monotonic)
+    """The same by `time.monotonic`, which no set clock moves."""
+
+    def accepted_before(self, created_at: float) -> None:
+        """It is of an earlier process, so only the dates say how long it waits."""
+        self.accepted_at = created_at
+        self.waits_since -= max(0.0, time.time() - created_at)
 
 
 @dataclass(slots=True)
@@ -58,6 +65,7 @@ class KeptForward:
     operation: Operation
     body: Body
     kept_at: float
+    """By `time.monotonic`."""
 
 
 def _set_event() -> asyncio.Event:
@@ -116,8 +124,8 @@ class Session:
     """The number behind the last one that is run again after a restart."""
     replayed: asyncio.Event = field(default_factory=_set_event)
     """Cleared while operations are run again after a restart."""
-    used_at: float = field(default_factory=time.time)
-    loaded_at: float = field(default_factory=time.time)
+    used_at: float = field(default_factory=time.monotonic)
+    loaded_at: float = field(default_factory=time.monotonic)
 
     @property
     def head(self) -> Operation | None:
@@ -151,17 +159,23 @@ class Session:
     @property
     def gap_since(self) -> float | None:
         """When the first operation came that waits for a number which is not there; None where none does."""
-        if not self.pending or self.next_run in self.pending or self.lost:
-            return None
-        return next(iter(self.pending.values())).accepted_at
+        first = self._behind_a_gap
+        return None if first is None else first.accepted_at
 
     @property
-    def gap_until(self) -> float | None:
-        """When the missing number is given up; None where there is none, or never."""
-        since, timeout = self.gap_since, self.gap_timeout
-        if since is None or timeout is None or self.fatal is not None:
+    def gap_left(self) -> float | None:
+        """Seconds until the missing number is given up; None where there is none, or never."""
+        first, timeout = self._behind_a_gap, self.gap_timeout
+        if first is None or timeout is None or self.fatal is not None:
             return None
-        return max(since + timeout, self.loaded_at + min(timeout, GRACE_SECONDS))
+        until = max(first.waits_since + timeout, self.loaded_at + min(timeout, GRACE_SECONDS))
+        return until - time.monotonic()
+
+    @property
+    def _behind_a_gap(self) -> Operation | None:
+        if not self.pending or self.next_run in self.pending or self.lost:
+            return None
+        return next(iter(self.pending.values()))
 
     @property
     def idle(self) -> bool:
@@ -232,5 +246,5 @@ class Session:
             step=self.step,
             waiting_for=self.waiting_for,
             waiting_since=self.gap_since,
-            waiting_until=self.gap_until,
+            waiting_until=None if (left := self.gap_left) is None else time.time() + left,
         )

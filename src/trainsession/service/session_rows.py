@@ -68,7 +68,6 @@ def session_of(row: Any) -> Session:
         progress=row["progress"],
         next_run=row["next_seq"],
         decided_until=row["next_seq"],
-        used_at=row["used_at"],
     )
 
 

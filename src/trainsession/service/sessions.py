@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from ..engine import checkpoint as formats
 from ..engine.api import AdapterState, EngineHost
 from ..errors import Cancelled, InvalidRequest, NotFound, SessionClosed
+from ..store.clock import earliest_now, latest_now
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
 from ..types import LoraConfig, SaveWeightsResponse, SessionInfo
@@ -212,30 +213,32 @@ class Sessions:
 
     def touch(self, session_ids: Iterable[str]) -> None:
         """These are in use, whoever has them: the time that they may be idle begins anew."""
-        now = time.time()
+        now, date = time.monotonic(), latest_now()
         for session_id in session_ids:
-            live, noted = self._live.get(session_id), self._noted.get(session_id, 0.0)
+            live, noted = self._live.get(session_id), self._noted.get(session_id)
             if live is not None:
                 live.used_at = now
-            if now - noted >= _NOTED_SECONDS:
+            if noted is None or now - noted >= _NOTED_SECONDS:
                 self._noted[session_id] = now
                 self._noted.move_to_end(session_id)
-                used = sa.update(sessions).where(sessions.c.id == session_id, sessions.c.used_at < now)
-                self._store.write_lazily(lambda connection, used=used: connection.execute(used.values(used_at=now)))
+                used = sa.update(sessions).where(sessions.c.id == session_id, sessions.c.used_at < date)
+                self._store.write_lazily(lambda connection, used=used: connection.execute(used.values(used_at=date)))
         while len(self._noted) > _MAX_NOTED:
             self._noted.popitem(last=False)
 
-    async def unused(self, since: float) -> list[Session]:
-        """Sessions of this server, with their queues, that nobody has used since then and that have nothing to do."""
+    async def unused(self, seconds: float) -> list[Session]:
+        """Sessions of this server, with their queues, that nobody has used for so long and that have nothing to do."""
         query = sa.select(sessions.c.project, sessions.c.id).where(sessions.c.state != "closed")
-        query = query.where(sessions.c.owner == self._lease.server, sessions.c.used_at < since)
+        query = query.where(sessions.c.owner == self._lease.server, sessions.c.used_at < earliest_now() - seconds)
         found: list[Session] = []
         for row in await self._store.read(lambda connection: connection.execute(query).all()):
             session = self._live.get(row.id)
             if session is None:
                 async with self._loading:
                     session = self._live.get(row.id) or await self._load(row.project, row.id)
-            if session.used_at < since and not session.num_new and not session.completions:
+            elif session.used_at > time.monotonic() - seconds:
+                continue  # its date is older: written by a clock that was set back, or not yet
+            if not session.num_new and not session.completions:
                 found.append(session)
         return found
 

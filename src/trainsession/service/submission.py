@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from ..errors import Cancelled, InvalidRequest, RateLimited, StorageError
@@ -114,7 +113,6 @@ class Submission:
             checked=lane.info is not None,
             error=refused,
             quote=quote,
-            accepted_at=time.time(),
         )
         if refused is None:
             self._quotas.tokens.spend(session.project, tokens)

@@ -61,6 +61,10 @@ class Backend(ABC):
     def keep_copy(self, revision: str) -> None:
         """Before an upgrade to ``revision``: a copy of what is there, where that is ours to do."""
 
+    def bury(self, engine: sa.Engine) -> None:
+        """A transaction that was said to have failed must not come back after a crash."""
+        return
+
     @abstractmethod
     def in_transaction(self, connection: sa.Connection) -> bool:
         """Whether the transaction is still there, so that its savepoints are."""

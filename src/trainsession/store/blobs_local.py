@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import secrets
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import BinaryIO
 
 from ..errors import BlobsUnavailable, StorageError
 from .blobs import OWNER, Blob, Blobs, corrupt, is_name, new_name
+from .clock import earliest_now
 
 _AWAY = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EMFILE, errno.ENFILE})
 """Of a network file system that is not there, and of a process with too many files open."""
@@ -45,14 +44,7 @@ class LocalBlobs(Blobs):
         name = new_name(prefix)
         aside = self._root / f".tmp-{name}"
         try:
-            descriptor = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            try:
-                view = memoryview(data).cast("B")
-                while view:
-                    view = view[os.write(descriptor, view) :]
-                self._fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            self._write(aside, data)
             self._publish(aside, name)
         except OSError as error:
             with suppress(OSError):
@@ -110,7 +102,7 @@ class LocalBlobs(Blobs):
     def older_than(self, seconds: float) -> Iterator[str]:
         """See `Blobs.older_than`; also what a process that was killed left aside. What is younger another server
         may be writing."""
-        limit = time.time() - seconds
+        limit = earliest_now() - seconds
         try:
             with os.scandir(self._root) as entries:
                 for entry in entries:
@@ -135,17 +127,27 @@ class LocalBlobs(Blobs):
         return found
 
     def claim(self, database: str) -> None:
-        aside = self._root / f"{OWNER}-{secrets.token_hex(16)}"
+        aside = self._root / f".tmp-{new_name('owner')}"
         try:
-            aside.write_text(database)
-            try:
-                os.link(aside, self._root / OWNER)
-            except FileExistsError:
-                return
-            finally:
-                aside.unlink()
+            # Synced as a blob is: empty, it would keep the service from its own blobs.
+            self._write(aside, database.encode())
+            with suppress(FileExistsError):
+                self._publish(aside, OWNER)
         except OSError as error:
             raise _storage_error("cannot say whose blobs these are", error) from error
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """A new file, synced."""
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            view = memoryview(data).cast("B")
+            while view:
+                view = view[os.write(descriptor, view) :]
+            self._fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _cannot(self, what: str, error: OSError) -> StorageError:
         """What failed, and whether it may only be so now: a directory may be a mount, which comes and goes."""

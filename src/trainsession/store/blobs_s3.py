@@ -11,9 +11,9 @@ import hashlib
 import io
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +25,7 @@ from botocore.parsers import ResponseParserError
 
 from ..errors import BlobsUnavailable, InvalidRequest, StorageError
 from .blobs import OWNER, Blob, Blobs, Bucket, corrupt, is_name, new_name
+from .clock import earliest_now
 
 MULTIPART_BYTES = 32 * 2**20
 """Above, an object is sent in parts, each with a checksum and retries of its own."""
@@ -131,32 +132,31 @@ class S3Blobs(Blobs):
             self._client.delete_object(Bucket=self._bucket, Key=self._root + name)
 
     def older_than(self, seconds: float) -> Iterator[str]:
-        limit = time.time() - seconds
         with self._faults("cannot list the blobs of"):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._root, Delimiter="/"
             )
             for page in pages:
+                limit = _answered_at(page) - seconds
                 for item in page.get("Contents", ()):
                     name = item["Key"].removeprefix(self._root)
                     if is_name(name) and item["LastModified"].timestamp() < limit:
                         yield name
 
     def forget_unfinished(self, seconds: float) -> None:
-        limit = time.time() - seconds
         with self._faults("cannot list the unfinished uploads of"):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self._bucket, Prefix=self._root, Delimiter="/"
             )
             try:
-                uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+                uploads = [(upload, _answered_at(page)) for page in pages for upload in page.get("Uploads", ())]
             except aws.ClientError as error:
                 if _code(error) not in ("NoSuchUpload", "NotImplemented"):  # rclone has none; others cannot list them
                     raise
                 return
-        for upload in uploads:
+        for upload, now in uploads:
             is_ours = is_name(upload["Key"].removeprefix(self._root))
-            if is_ours and upload["Initiated"].timestamp() < limit:
+            if is_ours and upload["Initiated"].timestamp() < now - seconds:
                 self._abort(upload["Key"], upload["UploadId"])
 
     def has(self, name: str) -> bool:
@@ -279,6 +279,12 @@ class S3Blobs(Blobs):
         if code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"):
             return StorageError(f"{what}: the bucket is in another region; set AWS_REGION to it", details=details)
         return StorageError(f"{what}: it answered {status} {code}", details=details)
+
+
+def _answered_at(answer: Any) -> float:
+    """By the store's own clock, which dates what it holds: this machine's may differ, or have been set."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return earliest_now() if date is None else parsedate_to_datetime(date).timestamp()
 
 
 def _code(error: aws.ClientError) -> str:

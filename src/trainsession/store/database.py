@@ -239,6 +239,8 @@ class Database:
         if isinstance(group[0].error, StorageError):
             self.stats.errors += 1
             self._let_go()
+            if verdict == "final":
+                self._backend.bury(self._writer)
 
     def _attempt(self, group: Sequence[_Write]) -> Exception | None:
         """One transaction of all; None if it was committed."""

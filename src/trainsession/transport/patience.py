@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import tenacity
 
-from ..errors import ConnectionFailed, RateLimited, ServiceUnavailable, TrainSessionError
+from ..errors import ConnectionFailed, RateLimited, RequestTimeout, ServiceUnavailable, TrainSessionError
 
 PATIENCE = 120.0
 """Seconds that a service which answered before may be gone (restart, takeover) without an error."""
@@ -66,7 +66,7 @@ class Patience:
         def is_retryable(error: BaseException) -> bool:
             if isinstance(error, RateLimited) and not repeat_limited:
                 return False
-            if isinstance(error, (RateLimited, ServiceUnavailable)):
+            if isinstance(error, (RateLimited, RequestTimeout, ServiceUnavailable)):
                 return not isinstance(error, ConnectionFailed) or isinstance(error, GatewayError)
             return _is_away(error)
 
