@@ -66,7 +66,7 @@ def sandboxed(script: str, limits: Limits, filter_fd: int) -> list[str]:
     else:
         privileges += ["--unshare-user", "--disable-userns"]
     return [
-        "bwrap",
+        shutil.which("bwrap") or "bwrap",
         *privileges,
         *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
         *("--hostname", "sandbox", "--die-with-parent", "--new-session"),
