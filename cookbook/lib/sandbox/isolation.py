@@ -33,8 +33,7 @@ ENVIRONMENT = {
     "TMPDIR": SCRATCH,
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",  # the order of a set of strings is the same in every run
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # or each thread of a program takes 64 MB of its address space
 }
 
 
@@ -71,7 +70,7 @@ def sandboxed(script: str, limits: Limits, filter_fd: int) -> list[str]:
         *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
         *("--hostname", "sandbox", "--die-with-parent", "--new-session"),
         *system_files(),
-        *("--ro-bind", str(INSIDE), "/inside"),
+        *("--ro-bind", str(INSIDE), "/inside", "--perms", "0755", "--dir", "/dev"),
         *("--dev-bind", "/dev/null", "/dev/null", "--dev-bind", "/dev/urandom", "/dev/urandom"),
         *("--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH),
         *("--symlink", SCRATCH, "/tmp"),
@@ -98,9 +97,10 @@ def system_files() -> tuple[str, ...]:
             arguments += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
             arguments += ["--ro-bind", str(path), str(path)]
-    arguments += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    # Folders are made by name: those that bubblewrap makes on its way only root can enter.
+    arguments += ["--perms", "0755", "--dir", "/etc", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     if not interpreter().is_relative_to("/usr"):
-        # Not the whole prefix, which may be somebody's home. bubblewrap makes parents that only root can enter.
+        # Not the whole prefix, which may be somebody's home.
         prefix = Path(sys.base_prefix)
         folders = {prefix / name for name in ("lib", sys.platlibdir) if (prefix / name).is_dir()}
         for parent in sorted({*prefix.parents, prefix, prefix / "bin"} - {Path("/")}):

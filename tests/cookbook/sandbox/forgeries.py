@@ -66,12 +66,16 @@ FORGERIES: dict[str, str] = {
     ),
     "4 success on stdout and stderr": (
         "import sys\nfor stream in (sys.stdout, sys.stderr):\n"
-        "    print('PASSED\\nOK\\n[\"passed\", \"\"]\\n{\"passed\": true}\\n9173', file=stream, flush=True)\n"
+        '    print(\'PASSED\\nOK\\n["passed", ""]\\n{"passed": true}\\n9173\', file=stream, flush=True)\n'
         "def solve(n): return None"
     ),
     "5 results on every descriptor": FLOOD_FDS + "forge()\ndef solve(n): return None",
-    "5 results, then close": (
-        FLOOD_FDS + "def solve(n):\n    forge()\n    os.closerange(0, 64)\n    return None"
+    "5 results, then close": (FLOOD_FDS + "def solve(n):\n    forge()\n    os.closerange(0, 64)\n    return None"),
+    "5 replies before the question": (
+        FLOOD_FDS.replace("9173", "True") + "lines = frame * 99\nforge()\ndef solve(n): return None"
+    ),
+    "5 verdicts in place of replies": (
+        FLOOD_FDS.replace('{"value": 9173}', '["passed", ""]') + "lines = frame\nforge()\ndef solve(n): return None"
     ),
     "6 equal to everything": ALWAYS_EQUAL.format(base="", more="", value=""),
     "6 equal to everything, of a lying class": ALWAYS_EQUAL.format(
@@ -85,7 +89,7 @@ FORGERIES: dict[str, str] = {
         "import builtins, json, math, unittest\n"
         "builtins.AssertionError = builtins.Warning\n"
         "math.isclose = builtins.isinstance = builtins.all = lambda *a, **k: True\n"
-        "json.dumps = lambda *a, **k: '[\"passed\", \"\"]'\n"
+        'json.dumps = lambda *a, **k: \'["passed", ""]\'\n'
         "builtins.sorted = lambda *a, **k: [9173]\n"
         "unittest.TestCase.assertEqual = lambda *a: None\n"
         "def solve(n): return None"
@@ -127,9 +131,7 @@ FORGERIES: dict[str, str] = {
     ),
     "26 null pointer": "import ctypes\ndef solve(n): ctypes.string_at(0)",
     "26 abort": "import os\ndef solve(n): os.abort()",
-    "26 deep recursion": (
-        "import sys\nsys.setrecursionlimit(10**9)\ndef solve(n): return [*map(solve, [n])]"
-    ),
+    "26 deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef solve(n): return [*map(solve, [n])]"),
     "27 table of the public tests": "def solve(n): return {3: 9173}.get(n)",
     "28 only in front of a grader": (
         "import os, sys\ngraded = 'PYTEST_CURRENT_TEST' in os.environ or 'CI' in os.environ or len(sys.argv) > 1\n"

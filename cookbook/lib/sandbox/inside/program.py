@@ -15,8 +15,6 @@ import types
 
 from values import Channel, Gone, decode, encode
 
-NAME = "program"
-
 
 def main():
     seed, limit, up, source, *functions = (int(argument) for argument in sys.argv[1:])
@@ -29,22 +27,28 @@ def main():
     os.write(up, b"up")
     os.close(up)
     if functions:
-        serve(Channel(*functions, limit), text)
+        calls, replies = functions
+        serve(Channel(calls, replies, limit), text)
     else:
-        exec(compile(text, "program.py", "exec"), sys.modules["__main__"].__dict__)
+        load("__main__", text)
+
+
+def load(name, text):
+    module = types.ModuleType(name)
+    sys.modules[name] = module  # dataclasses look their module up
+    exec(compile(text, "program.py", "exec"), module.__dict__)
+    return module
 
 
 def serve(channel, text):
-    module = types.ModuleType(NAME)
-    sys.modules[NAME] = module  # dataclasses look their module up
-    objects = [module]  # what the tests hold a reference to; number 0 has the program's names
+    objects = []  # what the tests hold a reference to; number 0 is the program's module
 
     def refer(value):
         objects.append(value)
         return {"ref": len(objects) - 1}
 
-    def load():
-        exec(compile(text, "program.py", "exec"), module.__dict__)
+    def operands_of(request):
+        return list(decode(request, objects.__getitem__))  # type: ignore[arg-type]
 
     def perform(kind, target, *operands):
         if kind == "call":
@@ -57,7 +61,7 @@ def serve(channel, text):
         except BaseException as error:  # SystemExit is no way out
             return {"error": type(error).__name__, "text": description(error)}
 
-    reply = answer(load)
+    reply = answer(lambda: load("program", text))
     while True:
         try:
             channel.send(reply)
@@ -69,7 +73,7 @@ def serve(channel, text):
             request = channel.receive()
         except Gone:
             return
-        reply = answer(lambda: perform(*decode(request, objects.__getitem__)))
+        reply = answer(lambda request=request: perform(*operands_of(request)))
 
 
 def description(error):
