@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .sandbox import InputOutput, OutputTests, UnitTests
+from .sandbox.tests import parsed
 
 FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 
@@ -62,7 +63,7 @@ def problem_of_humaneval(row: Mapping[str, str]) -> CodeProblem:
     cannot redefine.
     """
     name = row["entry_point"]
-    helpers = ast.parse(row["prompt"])
+    helpers = parsed(row["prompt"])
     helpers.body = [node for node in helpers.body if getattr(node, "name", None) != name]
     setup = f"{ast.unparse(helpers)}\n{row['test']}"
     tests = UnitTests([f"check({name})"], [name], setup)
@@ -87,16 +88,16 @@ def codejam(path: str | Path) -> list[CodeProblem]:
 
 
 def names_used(code: str) -> set[str]:
-    return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    return {node.id for node in ast.walk(parsed(code)) if isinstance(node, ast.Name)}
 
 
 def imports(code: str, names: set[str]) -> list[str]:
     """The top-level `import` lines of a program that bind one of the names."""
-    lines = [node for node in ast.parse(code).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    lines = [node for node in parsed(code).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     return [ast.unparse(line) for line in lines if names & {alias.asname or alias.name for alias in line.names}]
 
 
 def top_level_names(code: str) -> set[str]:
     """Functions and classes that a program defines."""
     kinds = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
-    return {node.name for node in ast.parse(code).body if isinstance(node, kinds)}
+    return {node.name for node in parsed(code).body if isinstance(node, kinds)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class UnitTests:
             raise ValueError("names: say, as a list, which names the tests take from the program")
         for number, code in enumerate([self.setup, *self.tests]):
             try:
-                ast.parse(code)
+                parsed(code)
             except SyntaxError as error:
                 raise ValueError(f"{f'test {number - 1}' if number else 'setup'} is not Python: {error}") from None
 
@@ -58,3 +59,10 @@ class OutputTests:
 
 
 Tests = UnitTests | OutputTests
+
+
+def parsed(code: str) -> ast.Module:
+    """The syntax of somebody else's code, without a warning about its escape sequences."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(code)
