@@ -144,5 +144,8 @@ class WinRate:
 def sign_test(more: int, less: int) -> float:
     """How likely a fair coin, thrown ``more + less`` times, is as uneven as this or more."""
     n = more + less
-    tail = sum(math.comb(n, count) for count in range(min(more, less) + 1))
+    ways = tail = 1  # of n throws, none of the rarer side; then at most 1, 2, ...
+    for count in range(min(more, less)):
+        ways = ways * (n - count) // (count + 1)
+        tail += ways
     return min(1.0, 2 * tail / 2**n)

@@ -4,8 +4,8 @@ bubblewrap gives it namespaces of its own: no network, no other processes (there
 a read-only file system with `/usr`, this interpreter's library and a scratch directory of limited size
 in memory. `prlimit` bounds what it uses, a seccomp filter what it may ask of the kernel.
 
-A user other than root gets a user namespace, and none below it. Root needs none, and steps down to an
-unused user with util-linux's `setpriv`, without a capability left.
+A user other than root gets a user namespace (and the filter refuses any more of them). Root needs none, and
+steps down to an unused user with util-linux's `setpriv`, without a capability left.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def sandboxed(script: str, limits: Limits, filter_fd: int) -> list[str]:
         user = str(random.SystemRandom().choice(UNUSED_USERS))
         step_down = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", "--inh-caps=-all", "--"]
     else:
-        privileges += ["--unshare-user", "--disable-userns"]
+        privileges += ["--unshare-user"]
     return [
         shutil.which("bwrap") or "bwrap",
         *privileges,
@@ -166,11 +166,13 @@ def require(allow_unsandboxed: bool) -> bool:
     """Whether to isolate.
 
     Raises:
-        SandboxUnavailable: it cannot be done, and running without was not allowed.
+        SandboxUnavailable: it cannot be done, and running without was not allowed (or needs Linux, too).
     """
     reason = unavailable()
     if reason is None:
         return True
+    if not sys.platform.startswith("linux"):
+        raise SandboxUnavailable(f"{reason}, and so do its limits; grade on a Linux machine or in a virtual one")
     if not allow_unsandboxed:
         raise SandboxUnavailable(
             f"{reason}. Code that a model wrote is not run unsandboxed unless you say so: "
