@@ -138,9 +138,11 @@ def test_attempts_share_nothing(sandbox: Sandbox):
 
 def test_nothing_outlives_its_grading(isolating: None):
     seed = 0x5EED0000 + os.getpid()  # on every command line of this test
-    setting = Setting(Limits(wall_seconds=0.5), seed, isolate=True)
+    setting = Setting(Limits(wall_seconds=0.5, cpu_seconds=100), seed, isolate=True)
+    started = time.monotonic()
     code = b"import threading, time\nthreading.Thread(target=time.sleep, args=(99,)).start()\nwhile True: pass"
     assert grade_calls(code, NOTHING, setting).outcome is Outcome.TIMEOUT
+    assert time.monotonic() - started < 50  # not by its own limit
     deadline = time.monotonic() + 10
     while left := processes_with(str(seed)):
         assert time.monotonic() < deadline, left
