@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from cookbook.lib.code_problems import mbpp
-from cookbook.lib.sandbox import InputOutput, OutputTests, Sandbox, UnitTests
+from cookbook.lib.sandbox import InputOutput, OutputTests, Sandbox, SandboxUnavailable, UnitTests
 
 TARGET = 200
 CORES = 2
@@ -66,4 +66,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except SandboxUnavailable as error:
+        sys.exit(f"bench.sandbox: {error}")

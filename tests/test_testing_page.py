@@ -1,4 +1,4 @@
-"""`docs/testing.md`, `faults.md` and `sandbox.md` map the contract, bugs, faults and attacks to tests: those must exist."""
+"""Pages of `docs/` map the contract, known bugs, faults and attacks to tests: those must exist."""
 
 from __future__ import annotations
 

@@ -71,8 +71,10 @@ def test_threads_are_counted(sandbox: Sandbox):
 
 
 def test_tiny_files_end_with_the_time(impatient: Sandbox):
+    """Their number has no limit of its own; each is a kilobyte of the kernel's memory until the end."""
     verdict = impatient.grade(escapes.TINY_FILES, UnitTests(["assert escaped() < 0"], ["escaped"]))
-    assert not verdict.passed
+    assert verdict.outcome is Outcome.TIMEOUT
+    assert verdict.seconds < 10
 
 
 def test_no_call_for_kernels_to_regret(sandbox: Sandbox):

@@ -124,7 +124,7 @@ def check_outputs(sandbox: Sandbox, sample: Sequence[CodeProblem]) -> None:
     assert {name: outcome for name, (outcome, _) in failed.items()} == {p.name: Outcome.FAILED for p in sample}
 
 
-@pytest.mark.parametrize(("name", "step"), [("mbpp", 240), ("humaneval", 60)])
+@pytest.mark.parametrize(("name", "step"), [("mbpp", 325), ("humaneval", 82)])
 def test_a_sample_of_references_passes_and_mutants_fail(name: str, step: int, sandbox: Sandbox):
     check_unit_tests(sandbox, problems(name)[1::step])
 
