@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,15 +86,25 @@ def test_a_sandbox_that_does_not_start_gives_no_verdict(isolating: None, monkeyp
         sandbox.submit(RIGHT, TESTS).result()
 
 
-def test_no_descriptor_leaks(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
-    sandbox.grade(RIGHT, TESTS)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        assert sandbox.grade(RIGHT, TESTS).passed
-    monkeypatch.setattr(process_module, "sandboxed", lambda *_: ["no-such-command"])
-    with pytest.raises(SandboxFailed):
-        sandbox.grade(RIGHT, TESTS)
-    assert len(os.listdir("/proc/self/fd")) == before
+def test_no_descriptor_leaks(isolating: None):
+    """Counted in a process of its own: in this one other tests' threads open and close theirs."""
+    code = (
+        "import os\n"
+        "from cookbook.lib.sandbox import Sandbox, SandboxFailed, UnitTests, process\n"
+        "tests, sandbox, counts = UnitTests(['assert f(3) == 9'], ['f']), Sandbox(), []\n"
+        "for _ in range(3):\n"
+        "    assert sandbox.grade('def f(n): return n * n', tests).passed\n"
+        "    counts.append(len(os.listdir('/proc/self/fd')))\n"
+        "process.sandboxed = lambda *_: ['no-such-command']\n"
+        "try: sandbox.grade('', tests)\n"
+        "except SandboxFailed: counts.append(len(os.listdir('/proc/self/fd')))\n"
+        "print(counts)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout)
+    assert len(counts) == 4
+    assert len(set(counts)) == 1, counts
 
 
 def test_as_a_user_without_privileges(isolating: None):

@@ -104,6 +104,32 @@ def test_tests_may_expect_an_exception(sandbox: Sandbox):
     assert not sandbox.grade("def f(n): return n", tests).passed
 
 
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("import os\ndef f(n): os._exit(0)", Outcome.CRASHED),
+        ("import sys\ndef f(n): sys.exit(0)", Outcome.ERROR),
+        ("def f(n): raise KeyboardInterrupt", Outcome.ERROR),
+        ("import os\ndef f(n): os.closerange(3, 99)", Outcome.CRASHED),
+        ("import os\ndef f(n):\n    for fd in range(3, 99):\n        try: os.write(fd, b'xxxx{}')\n"
+         "        except OSError: pass", Outcome.OUTPUT),
+    ],
+)  # fmt: skip
+def test_an_end_is_no_exception_that_a_test_expects(code: str, outcome: Outcome, sandbox: Sandbox):
+    """Nor is a value that cannot be compared: a test that catches whatever comes is not satisfied by those."""
+    anything = "try:\n    f(-1)\nexcept BaseException:\n    pass\nelse:\n    assert False"
+    verdict = sandbox.grade(code, UnitTests([anything, anything], ["f"]))
+    assert (verdict.outcome, verdict.tests_passed) == (outcome, 0)
+    lenient = "try:\n    assert f(-1) == 3\nexcept Exception:\n    pass"
+    assert sandbox.grade("def f(n): return object()", UnitTests([lenient], ["f"])).outcome is Outcome.OUTPUT
+
+
+def test_a_value_that_cannot_be_compared_fails_one_test(sandbox: Sandbox):
+    code = "def f(n): return object() if n == 1 else n"
+    verdict = sandbox.grade(code, UnitTests(["assert f(1) == 1", "assert f(2) == 2"], ["f"]))
+    assert (verdict.outcome, verdict.tests_passed) == (Outcome.OUTPUT, 1)
+
+
 def test_tests_keep_their_own_helpers(sandbox: Sandbox):
     """A program that defines a name of the tests again changes nothing for them."""
     tests = UnitTests(

@@ -15,7 +15,9 @@ import sys
 from values import Channel, Gone, Malformed, decode, encode
 
 # Raised where a test iterates over calls these would end the loop early, as if all had been well.
-SILENT = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
+SILENT = ("StopIteration", "StopAsyncIteration")
+# No errors, so a test that expects some error has not got it.
+EXITS = ("SystemExit", "KeyboardInterrupt", "GeneratorExit")
 
 
 class ProgramError(Exception):
@@ -32,17 +34,32 @@ class Program:
     def __init__(self, channel):
         self.channel = channel
         self.raised = None  # the last exception that came from the program
+        self.verdict = None  # on the test that runs, whatever that test makes of it: it may catch everything
+        self.lost = False  # nobody, or nobody who keeps to the protocol, is at the other end
 
     def ask(self, *request):
-        self.channel.send(encode(request, reference))
-        return self.answer()
+        return self.answer(encode(request, reference))
 
-    def answer(self):
+    def answer(self, request=None):
+        """To a request; the first answer comes unasked, when the program is loaded."""
+        try:
+            if request is not None:
+                self.channel.send(request)
+            return self.read()
+        except (Gone, Malformed) as error:
+            self.lost = True
+            self.verdict = ("crashed", "its process ended") if isinstance(error, Gone) else ("output", str(error))
+            raise
+
+    def read(self):
         reply = self.channel.receive()
         if type(reply) is dict and set(reply) == {"value"}:
             return decode(reply["value"], lambda number: Opaque(self, number))
         if type(reply) is dict and set(reply) == {"error", "text"}:
-            self.raised = exception(str(reply["error"]), str(reply["text"]))
+            name, text = str(reply["error"]), str(reply["text"])
+            self.raised = exception(name, text)
+            if name in EXITS:
+                self.verdict = "error", f"{name}: {text}"
             raise self.raised
         raise Malformed("neither a value nor an error")
 
@@ -78,7 +95,9 @@ class Opaque:
         self._program.ask("set", self, name, value)
 
     def _refuse(self, *_):
-        raise NotPlain("the program's value is no plain data (None, numbers, strings, lists, tuples, sets, dicts)")
+        said = "the program's value is no plain data (None, numbers, strings, lists, tuples, sets, dicts)"
+        self._program.verdict = "output", said
+        raise NotPlain(said)
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _refuse
     __iter__ = __len__ = __contains__ = __getitem__ = __int__ = __float__ = __index__ = __str__ = __repr__ = _refuse
@@ -115,18 +134,18 @@ def reference(value):
 
 def outcome(program, work):
     """What a piece of test code says of the program: an outcome and its reason."""
+    program.verdict = None
     try:
         work()
-    except Gone:
-        return "crashed", "its process ended"
-    except (Malformed, NotPlain) as error:
-        return "output", str(error)
     except BaseException as error:
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if error is program.raised or isinstance(error, ProgramError):
-            return ("memory" if isinstance(error, MemoryError) else "error"), said
-        return "failed", said
-    return "passed", ""
+            found = ("memory" if isinstance(error, MemoryError) else "error"), said
+        else:
+            found = "failed", said
+    else:
+        found = "passed", ""
+    return program.verdict or found
 
 
 def main():
@@ -150,17 +169,17 @@ def main():
             exec(compile(tests["setup"], "setup", "exec"), scope)
             exec(compile(code, "test", "exec"), scope)
 
-        kind, reason = outcome(program, run)
-        report(kind, reason)
-        if kind in ("crashed", "output"):
-            return  # nobody, or nobody who keeps to the protocol, is at the other end
+        report(*outcome(program, run))
+        if program.lost:
+            return
 
 
 def loads(program, report):
-    kind, reason = outcome(program, program.answer)
-    if kind != "passed":
-        report(kind, reason)
-    return kind == "passed"
+    """Whether the program can be called: its first message says so."""
+    found = outcome(program, program.answer)
+    if found[0] != "passed":
+        report(*found)
+    return found[0] == "passed"
 
 
 if __name__ == "__main__":
