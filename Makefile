@@ -54,7 +54,8 @@ bench: $(READY) ## The figures of docs, each beside its peer in one run
 	@model=$$($(BIN)/python -c 'from trainsession.runtime.bundle import converted_bundle; print(converted_bundle())') \
 		&& $(BIN)/python -m bench.overhead \
 		&& $(BIN)/python -m bench.training "$$model" \
-		&& $(BIN)/python -m bench.sampling "$$model"
+		&& $(BIN)/python -m bench.sampling "$$model" \
+		&& $(BIN)/python -m bench.sandbox
 
 docs: $(READY) ## Build the documentation into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -20,6 +20,7 @@ import trainsession as ts
 
 from .lib.config import BaseConfig, UsageError, command_line, option
 from .lib.data import Problem, read_jsonl
+from .lib.estimates import paired
 from .lib.evaluate import Accuracy, accuracy
 from .lib.plot import save_curve
 from .lib.rl.advantages import dr_grpo
@@ -146,6 +147,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
                 "data": config.data or f"sums of 0..50, {len(test)} held out, neither order trained on",
                 "rewards": "random (control)" if config.random_rewards else "exact answer",
                 "greedy": f"{before.greedy} -> {after.greedy}",
+                "greedy, change": paired(before.greedy_right, after.greedy_right),
                 "sampled": f"{before.sampled} -> {after.sampled}",
                 "weights": saved.path,
             },

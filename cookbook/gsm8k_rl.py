@@ -19,6 +19,7 @@ import trainsession as ts
 from .lib.config import BaseConfig, command_line, one_of, option
 from .lib.conversations import Example, tokens_of_example
 from .lib.data import completion_datum, scaled, weight_sum
+from .lib.estimates import paired
 from .lib.evaluate import Accuracy, accuracy
 from .lib.gsm8k import Question, load, reward
 from .lib.plot import save_curve
@@ -132,6 +133,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
                 "model": trainer.base_model,
                 "data": f"{config.data or 'openai/gsm8k'}: {len(train)} training, {len(test)} test questions",
                 "greedy": f"base {base.greedy} -> SFT {warm.greedy} -> GRPO {after.greedy}",
+                "greedy, change by GRPO": paired(warm.greedy_right, after.greedy_right),
                 "sampled": f"base {base.sampled} -> SFT {warm.sampled} -> GRPO {after.sampled}",
                 "weights": saved.path,
             },

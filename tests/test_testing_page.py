@@ -1,4 +1,4 @@
-"""`docs/testing.md` and `docs/faults.md` map the contract, known bugs and faults to tests: those must exist."""
+"""Pages of `docs/` map the contract, known bugs, faults and attacks to tests: those must exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "testing.md").read_text()
-NAMED = re.findall(r"`([\w/]+\.py)::(test_\w+)`", PAGE + (ROOT / "docs" / "faults.md").read_text())
+MORE = "".join((ROOT / "docs" / name).read_text() for name in ("faults.md", "sandbox.md"))
+NAMED = re.findall(r"`([\w/]+\.py)::(test_\w+)`", PAGE + MORE)
 REPORTS = {f"I-{n}" for n in range(1, 61) if n not in (22, 30, 34, 45, 48, 59)}
 REPORTS |= {f"T-{n}" for n in (17, 18, 19, 21, 22, 23, 24, 26)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .evaluate import Proportion
+from .estimates import Proportion
 
 Point = tuple[int, float | Proportion]
 """A step, and a value; a proportion is drawn with its 95% interval."""

@@ -10,7 +10,7 @@ import pytest
 import trainsession as ts
 from cookbook import arithmetic_rl, gsm8k_rl, sft
 from cookbook.lib.config import BaseConfig, UsageError, command_line, option, parse
-from cookbook.lib.evaluate import Proportion
+from cookbook.lib.estimates import Proportion
 from cookbook.lib.plot import running_mean, save_curve
 from cookbook.lib.run import Run, usage_table
 from cookbook.lib.schedule import cosine

@@ -45,7 +45,7 @@ def test_arithmetic_rl(tiny_model: Path, tmp_path: Path):
     assert all(row["datums"] > 0 and row["grad_norm"] > 0 for row in train)
     # Freshly sampled from the very weights that are trained: the policy ratio is one.
     assert all(row["ratio:mean"] == pytest.approx(1, abs=1e-3) for row in train)
-    check_files(out, "random (control)", "6 held out")
+    check_files(out, "random (control)", "6 held out", "lost of 6; 95% interval")
 
 
 def test_arithmetic_rl_without_any_reward_takes_no_step(tiny_model: Path, tmp_path: Path):
@@ -115,7 +115,7 @@ def test_gsm8k_rl(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row["step"] for row in rows(out, "sft")] == [1, 2]
     assert [row["step"] for row in rows(out, "grpo")] == [1, 2]
     assert all(0 <= row["mixed_groups"] <= 1 for row in rows(out, "grpo"))
-    check_files(out, "5 training, 3 test questions", "GRPO")
+    check_files(out, "5 training, 3 test questions", "GRPO", "lost of 3; 95% interval")
 
 
 def test_merged_duplicates_train_like_all_samples(tiny_model: Path):

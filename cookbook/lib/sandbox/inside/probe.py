@@ -1,0 +1,3 @@
+"""Runs inside: says so."""
+
+print("up")
