@@ -13,6 +13,7 @@ import torch
 import trainsession as ts
 from bench.null_engine import MODEL, NullHost
 from tests.client.conftest import serving
+from tests.proxy import Proxy
 from trainsession.transport import patience
 
 
@@ -85,3 +86,27 @@ def test_a_service_that_stays_away_is_an_error_in_the_end(
         trainer.zero_grad().result(30)
         assert trainer.forward_backward(batch).result(30).metrics["loss:sum"] == 6.0
         service.close()
+
+
+def test_a_refusal_whose_answer_was_lost_is_the_same_refusal(tmp_path: Path, batch: list[ts.Datum]) -> None:
+    """The service took its number the first time, and the SDK asks again."""
+    outside = ts.Datum(ts.ModelInput.from_ints([1, 60_000]), {"target_tokens": [1, 1]})
+    seen: list[tuple[type[Exception], str, set[str]]] = []
+    for lost in (0, 1):
+        with serving(tmp_path / str(lost), NullHost) as url:
+            proxy = Proxy(int(url.rsplit(":", 1)[1]))
+            with ts.ServiceClient(proxy.url) as service:
+                trainer = service.create_lora_training_client(MODEL, rank=1)
+                trainer.forward_backward(batch).result(30)
+                proxy.set("lose answer" if lost else "none", times=lost)
+                wrong, behind = trainer.forward_backward([outside]), trainer.zero_grad()
+                with pytest.raises(ts.InvalidDatum) as caught:
+                    wrong.result(30)
+                behind.result(30)
+                assert proxy.hits == lost
+                seen.append((type(caught.value), caught.value.message, set(caught.value.details)))
+                trainer.forward_backward(batch).result(30)
+                assert trainer.optim_step().result(30).metrics["grad_norm"] == 6.0
+            proxy.close()
+    assert seen[0] == seen[1]
+    assert "operation_id" in seen[0][2]
