@@ -14,6 +14,7 @@ import trainsession as ts
 from bench.null_engine import MODEL, NullHost
 from tests.client.conftest import serving
 from trainsession.client import connection
+from tests.proxy import Proxy
 from trainsession.transport import patience
 
 
@@ -100,3 +101,27 @@ def test_closing_does_not_wait_for_a_service_that_is_gone(
     started = time.monotonic()
     service.close()  # it has results to acknowledge
     assert time.monotonic() - started < 5
+
+
+def test_a_refusal_whose_answer_was_lost_is_the_same_refusal(tmp_path: Path, batch: list[ts.Datum]) -> None:
+    """The service took its number the first time, and the SDK asks again."""
+    outside = ts.Datum(ts.ModelInput.from_ints([1, 60_000]), {"target_tokens": [1, 1]})
+    seen: list[tuple[type[Exception], str, set[str]]] = []
+    for lost in (0, 1):
+        with serving(tmp_path / str(lost), NullHost) as url:
+            proxy = Proxy(int(url.rsplit(":", 1)[1]))
+            with ts.ServiceClient(proxy.url) as service:
+                trainer = service.create_lora_training_client(MODEL, rank=1)
+                trainer.forward_backward(batch).result(30)
+                proxy.set("lose answer" if lost else "none", times=lost)
+                wrong, behind = trainer.forward_backward([outside]), trainer.zero_grad()
+                with pytest.raises(ts.InvalidDatum) as caught:
+                    wrong.result(30)
+                behind.result(30)
+                assert proxy.hits == lost
+                seen.append((type(caught.value), caught.value.message, set(caught.value.details)))
+                trainer.forward_backward(batch).result(30)
+                assert trainer.optim_step().result(30).metrics["grad_norm"] == 6.0
+            proxy.close()
+    assert seen[0] == seen[1]
+    assert "operation_id" in seen[0][2]

@@ -333,6 +333,12 @@ def test_a_broken_stream_is_read_anew_and_each_token_is_seen_once(
         assert mine[-1]["stop_reason"] == reason
 
 
+def test_the_end_of_a_cancelled_sample_brings_no_token_and_is_seen_once() -> None:
+    frames = [frame_of(0, [1]), frame_of(0, [], "cancelled"), frame_of(1, [], "cancelled")]
+    with misbehaving(streaming(frames[:1]), streaming(frames), streaming([*frames, DONE])) as (url, _):
+        assert on(url, read_stream) == [*frames, DONE]
+
+
 def test_a_stream_that_is_another_one_when_it_is_read_anew_says_so() -> None:
     other = [frame_of(0, [1]), frame_of(0, [5])]
     with misbehaving(streaming(FIRST[:3]), streaming(other)) as (url, _), pytest.raises(EngineLost, match="otherwise"):

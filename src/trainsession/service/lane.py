@@ -281,7 +281,8 @@ class Lane:
                 self._settle(session, operation, Outcome(error=as_ours(fault, operation.id)), 0.0)
             if session.resident and self._handle is not None:
                 session.lose()
-                await self._drop(self._handle, session)
+                with contextlib.suppress(Exception):  # else it cannot be brought in again, and says so
+                    await self._drop(self._handle, session)
 
     def _wait(self, operation: Operation, error: StorageUnavailable) -> bool:
         """It was accepted, so it waits for what it needs and is not refused."""

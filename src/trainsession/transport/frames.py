@@ -53,7 +53,7 @@ class OnceEach:
             )
         sample.read_tokens += len(tokens)
         sample.read_text += len(text)
-        if known == len(tokens) and read == len(text) and (sample.is_over or reason is None) and (known or read):
+        if known == len(tokens) and read == len(text) and (sample.is_over or reason is None):
             return None
         sample.tokens += tokens[known:]
         sample.text += text[read:]
