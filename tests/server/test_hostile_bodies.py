@@ -38,7 +38,9 @@ JSON_BODIES: dict[str, bytes] = {
 
 
 def _packed(value: Any) -> bytes:
-    return msgpack.packb(value, use_bin_type=True)
+    packed = msgpack.packb(value, use_bin_type=True)
+    assert packed is not None
+    return packed
 
 
 def _tensor(dtype: str, shape: list[Any], data: bytes) -> bytes:
