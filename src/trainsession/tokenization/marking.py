@@ -11,6 +11,16 @@ if TYPE_CHECKING:
 
 _START, _END = "\U000f0000", "\U000f0001"
 """Private-use characters around a special token that stands in a message; removed after rendering."""
+_MARKS = re.compile(f"[{_START}{_END}]")
+
+
+def marks_in(rendered: str) -> list[tuple[int, bool]]:
+    """Where marks stand in a text, and whether each is the opening one."""
+    return [(match.start(), match.group() == _START) for match in _MARKS.finditer(rendered)]
+
+
+def unmarked(rendered: str) -> str:
+    return _MARKS.sub("", rendered)
 
 
 class UserText:
