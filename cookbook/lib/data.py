@@ -69,6 +69,17 @@ def completion_datum(
     return ts.Datum(ts.ModelInput.from_ints(tokens[:-1]), inputs)
 
 
+def sequence_datum(tokens: Sequence[int], weights: Sequence[float]) -> ts.Datum:
+    """The datum of N tokens, of which those are learned that have a weight.
+
+    Args:
+        tokens: N >= 2 token ids.
+        weights: N; that of token ``i + 1`` stands at position ``i``, which predicts it.
+    """
+    inputs = {"target_tokens": np.asarray(tokens[1:], dtype=np.int64), "weights": np.asarray(weights[1:], np.float32)}
+    return ts.Datum(ts.ModelInput.from_ints(tokens[:-1]), inputs)
+
+
 def scaled(datums: Sequence[ts.Datum], name: str, factor: float) -> list[ts.Datum]:
     """The datums with the loss input ``name`` multiplied by ``factor``.
 

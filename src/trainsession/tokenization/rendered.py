@@ -33,6 +33,10 @@ class RenderedChat:
         """Token ids of the whole text."""
         return self._encode(self._printed)
 
+    def encode(self, start: int, end: int) -> list[int]:
+        """Token ids of a part of the text, encoded alone, as a sampler would have it behind a prompt."""
+        return self._encode(self._printed[self._position_as_printed(start) : self._position_as_printed(end)])
+
     def split_tokens(self, position: int) -> tuple[int, int]:
         """Tokens of the text before and behind a position: ``tokens[:a]`` and ``tokens[b:]``.
 
