@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import trainsession as ts
+from tests.tokenization.conftest import npm_tokenizer, smollm2_dir  # noqa: F401 (fixtures)
 
 TEMPLATES = Path(__file__).parent / "templates"
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
