@@ -114,7 +114,7 @@ def tested(row: Row) -> TestedProblem:
 
 
 def messages_in(row: Row, name: str, value: Any) -> list[Message]:
-    """A list of messages, checked; fields that are null are left out."""
+    """A list of messages, checked; fields that are null are left out, parts of a content are joined."""
     if not isinstance(value, list) or not value:
         raise row.error(f"'{name}' is {_shown(value)}; must be a list of at least one message")
     return [_message(row, f"{name}[{index}]", item) for index, item in enumerate(value)]
@@ -143,7 +143,8 @@ def _message(row: Row, name: str, value: Any) -> Message:
     if not (isinstance(text, str) or parts_of_text or (text is None and message.get("tool_calls"))):
         found = "missing" if text is None else _shown(text)
         raise row.error(f"'{content}' is {found}; must be a text, or a list of {{'type': 'text', 'text'}}")
-    return message
+    # Joined: a template that does not know lists would print Python's notation of one.
+    return {**message, "content": "".join(part["text"] for part in text)} if isinstance(text, list) else message
 
 
 def _field(row: Row, *names: str) -> Any:

@@ -32,8 +32,8 @@ def test_chats() -> None:
         kept,
         {"role": "tool", "content": "1"},
     ]
-    parts = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
-    assert formats.chat(row(messages=[parts])) == [parts]
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert formats.chat(row(messages=[{"role": "user", "content": parts}])) == [USER]
 
 
 def test_preferences() -> None:

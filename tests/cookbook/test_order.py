@@ -47,15 +47,14 @@ def test_epochs_and_seeds_differ() -> None:
 
 def test_the_order_is_the_same_in_every_process() -> None:
     """These very numbers: another process, hash seed or version must not change a resumed run."""
-    code = "from cookbook.lib.order import Shuffled, split; print(Shuffled(range(8), 3).take(16), split('abcdefgh', .3, 3))"
+    expected = "[0, 1, 7, 3, 6, 4, 2, 5, 1, 5, 2, 3, 6, 0, 4, 7] (['e', 'b', 'a', 'd', 'c', 'h'], ['g', 'f'])"
+    shown = "Shuffled(range(8), 3).take(16), split('abcdefgh', 0.3, 3)"
+    code = f"from cookbook.lib.order import Shuffled, split; print({shown})"
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert (
-        done.stdout.strip()
-        == "[0, 1, 7, 3, 6, 4, 2, 5, 1, 5, 2, 3, 6, 0, 4, 7] (['e', 'b', 'a', 'd', 'c', 'h'], ['g', 'f'])"
-    )
-    assert f"{Shuffled(range(8), 3).take(16)} {split('abcdefgh', 0.3, 3)}" == done.stdout.strip()
+    assert done.stdout.strip() == expected
+    assert f"{Shuffled(range(8), 3).take(16)} {split('abcdefgh', 0.3, 3)}" == expected
 
 
 @pytest.mark.parametrize("position", [(-1, 0), (0, -1), (0, 4)])
