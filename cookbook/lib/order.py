@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from .config import UsageError
+
 T = TypeVar("T")
 
 
@@ -61,11 +63,11 @@ def split(items: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list
     """Training and held-out items, chosen by ``seed``; at least one of each.
 
     Raises:
-        ValueError: fewer than two items.
+        UsageError: fewer than two items.
     """
     order = list(range(len(items)))
     random.Random(f"split {seed}").shuffle(order)
     count = min(max(1, round(fraction * len(order))), len(order) - 1)
     if count < 1:
-        raise ValueError(f"{len(order)} usable examples: at least 2 are needed, one of them held out")
+        raise UsageError(f"{len(order)} usable examples: at least 2 are needed, one of them held out")
     return [items[index] for index in order[count:]], [items[index] for index in order[:count]]

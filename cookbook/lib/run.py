@@ -2,6 +2,7 @@
 
 runs/arithmetic_rl-20250101-120000/
     config.json      every setting
+    session.txt      which session trains, for `--resume`
     metrics.jsonl    a row per step, then one per evaluation
     curve.png        written by the recipe
     summary.txt      what `finish` printed
@@ -12,13 +13,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import trainsession as ts
 
 from .config import BaseConfig, UsageError
+
+C = TypeVar("C", bound=BaseConfig)
 
 
 class Run:
@@ -27,21 +30,59 @@ class Run:
     Args:
         recipe: Its name, for the default directory.
         config: Written to ``config.json``.
+        resumed: Go on with the run that is in ``config.out``.
 
     Raises:
         UsageError: ``config.out`` already holds a run; nothing is overwritten.
     """
 
-    def __init__(self, recipe: str, config: BaseConfig) -> None:
+    def __init__(self, recipe: str, config: BaseConfig, *, resumed: bool = False) -> None:
         self.recipe = recipe
         self.config = config
         self.directory = Path(config.out or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
         self.started = time.monotonic()
         self._metrics = self.directory / "metrics.jsonl"
+        self._session = self.directory / "session.txt"
+        if resumed:
+            return
         if self._metrics.exists():
             raise UsageError(f"{self.directory} already holds a run; pass another --out")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+
+    @classmethod
+    def resume(cls, recipe: str, directory: str, config: type[C]) -> tuple[Self, C]:
+        """An unfinished run, and its settings.
+
+        Raises:
+            UsageError: there is none in this directory.
+        """
+        settings = Path(directory) / "config.json"
+        if not settings.is_file() or not (Path(directory) / "session.txt").is_file():
+            raise UsageError(f"{directory} holds no run that has begun")
+        if (Path(directory) / "summary.txt").exists():
+            raise UsageError(f"the run in {directory} is finished")
+        found = replace(config(**json.loads(settings.read_text())), out=directory)
+        return cls(recipe, found, resumed=True), found
+
+    def begin(self, trainer: ts.TrainingClient) -> ts.TrainingClient:
+        """Note which session trains, for `trainer_of`."""
+        self._session.write_text(trainer.session_id)
+        return trainer
+
+    def trainer_of(self, service: ts.ServiceClient) -> ts.TrainingClient:
+        """The session of a resumed run, as its last finished step left it.
+
+        Whatever was submitted behind that step is dropped: the recipe submits it again.
+        """
+        trainer = service.attach(self._session.read_text())
+        trainer.zero_grad()
+        return trainer
+
+    def logged(self, phase: str) -> list[dict[str, Any]]:
+        """The rows of a phase so far."""
+        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+        return [row for row in map(json.loads, lines) if row["phase"] == phase]
 
     def log(self, phase: str, step: int, metrics: Mapping[str, float], more: Mapping[str, float] | None = None) -> None:
         """Append a row to ``metrics.jsonl``, and print it without ``more`` on one line."""

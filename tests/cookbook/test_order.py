@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cookbook.lib.config import UsageError
 from cookbook.lib.order import Shuffled, split
 
 counts = st.lists(st.integers(0, 9), max_size=8)
@@ -71,5 +72,5 @@ def test_split_covers_everything_once() -> None:
     assert sorted([*train, *test]) == list(range(20))
     assert [len(part) for part in split(range(2), 0.9, seed=0)] == [1, 1]
     assert split(range(20), 0.5, 1) != split(range(20), 0.5, 2)
-    with pytest.raises(ValueError, match="at least 2"):
+    with pytest.raises(UsageError, match="at least 2"):
         split(range(1), 0.1, seed=0)
