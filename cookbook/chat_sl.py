@@ -49,7 +49,7 @@ class Config(BaseConfig):
 
 
 def smoke_sized(config: Config) -> Config:
-    return replace(config, steps=min(config.steps, 4), batch_tokens=256, warmup=1, rank=4, max_length=256)
+    return replace(config, steps=min(config.steps, 4), batch_tokens=256, warmup=1, rank=4, max_length=512)
 
 
 def rows_of(config: Config) -> list[Row]:
@@ -94,6 +94,11 @@ def main(config: Config) -> tuple[float, float]:
         renderer = Renderer(trainer.get_tokenizer())
         sequences = [sequences_of_row(renderer, row, cast(Learn, config.learn)) for row in rows]
         fitting = [kept for row in sequences if (kept := [s for s in row if len(s) <= config.max_length])]
+        if len(fitting) < 2:
+            raise UsageError(
+                f"{len(fitting)} of {len(rows)} rows have a sequence of at most {config.max_length} tokens (--max-length); "
+                "at least 2 are needed, one of them held out"
+            )
         train, test = split(fitting, config.held_out, config.seed)
         save_mask(train[0][0], run.directory / "mask.png")
 
