@@ -95,10 +95,8 @@ def main(config: Config) -> tuple[float, float]:
         sequences = [sequences_of_row(renderer, row, cast(Learn, config.learn)) for row in rows]
         fitting = [kept for row in sequences if (kept := [s for s in row if len(s) <= config.max_length])]
         if len(fitting) < 2:
-            raise UsageError(
-                f"{len(fitting)} of {len(rows)} rows have a sequence of at most {config.max_length} tokens (--max-length); "
-                "at least 2 are needed, one of them held out"
-            )
+            few = f"{len(fitting)} of {len(rows)} rows have a sequence of at most {config.max_length} tokens"
+            raise UsageError(f"{few} (--max-length): at least 2 are needed, one of them held out")
         train, test = split(fitting, config.held_out, config.seed)
         save_mask(train[0][0], run.directory / "mask.png")
 
