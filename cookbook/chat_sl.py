@@ -22,20 +22,20 @@ from typing import cast
 
 import trainsession as ts
 
-from .lib.config import BaseConfig, UsageError, command_line, option
+from .lib.config import ResumableConfig, UsageError, command_line, option
 from .lib.conversations import sequences_of_row
 from .lib.data import scaled, weight_sum
 from .lib.evaluate import mean_nll
 from .lib.order import Shuffled, split
 from .lib.plot import save_curve
 from .lib.rendering import Learn, Rendered, Renderer, save_mask
-from .lib.rows import Row, read_rows
+from .lib.rows import rows_for
 from .lib.run import Run
 from .lib.schedule import cosine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BaseConfig):
+class Config(ResumableConfig):
     data: str | None = option(None, "file of rows (*.jsonl, *.json, *.parquet), or a hub name")
     learn: str = option("all", "which replies of a chat: all, or the last")
     batch_tokens: int = option(4096, "tokens of a batch: rows are added until it has that many")
@@ -44,21 +44,10 @@ class Config(BaseConfig):
     rank: int = option(16, "of the LoRA adapter")
     max_length: int = option(1024, "tokens; longer sequences are left out")
     held_out: float = option(0.1, "fraction of the rows kept for evaluation")
-    resume: str | None = option(None, "directory of an unfinished run: go on with it, all other settings are its own")
-    smoke: bool = option(False, "a run of seconds with few small steps, on sums where no --data is given")
 
 
 def smoke_sized(config: Config) -> Config:
     return replace(config, steps=min(config.steps, 4), batch_tokens=256, warmup=1, rank=4, max_length=512)
-
-
-def rows_of(config: Config) -> list[Row]:
-    if config.data is not None:
-        rows = read_rows(config.data)
-        return rows[:40] if config.smoke else rows
-    if not config.smoke:
-        raise UsageError("chat_sl needs --data, a file of rows; see --help for what they may look like")
-    return [Row({"question": f"{n} + {n}?", "answer": str(2 * n)}, f"sum {n}") for n in range(20)]
 
 
 def next_batch(order: Shuffled[list[Rendered]], tokens: int) -> list[ts.Datum]:
@@ -76,20 +65,11 @@ def datums_of(rows: Sequence[Sequence[Rendered]]) -> list[ts.Datum]:
 
 def main(config: Config) -> tuple[float, float]:
     """Train, and return the held-out NLL per learned token, in nats, before and after."""
-    if config.resume is not None:
-        run, config = Run.resume("chat_sl", config.resume, Config)
-        resumed = True
-    else:
-        config = smoke_sized(config) if config.smoke else config
-        run, resumed = Run("chat_sl", config), False
-    rows = rows_of(config)
+    run, config = Run.open("chat_sl", config, smoke_sized)
+    rows = rows_for(config, ({"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(20)))
     with (
         ts.ServiceClient(config.base_url) as service,
-        run.trainer_of(service)
-        if resumed
-        else run.begin(
-            service.create_lora_training_client(config.model, rank=config.rank, alpha=32, seed=config.seed)
-        ) as trainer,
+        run.trainer(service, config.rank) as trainer,
     ):
         renderer = Renderer(trainer.get_tokenizer())
         sequences = [sequences_of_row(renderer, row, cast(Learn, config.learn)) for row in rows]

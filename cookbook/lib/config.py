@@ -48,6 +48,14 @@ class BaseConfig:
     out: str | None = option(None, "directory of this run's files; default: runs/<recipe>-<time>")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResumableConfig(BaseConfig):
+    """The settings of a recipe that goes on where it was stopped (`Run.open`)."""
+
+    resume: str | None = option(None, "directory of an unfinished run: go on with it, all other settings are its own")
+    smoke: bool = option(False, "a run of seconds with few small steps, on sums where no --data is given")
+
+
 def command_line(
     main: Callable[[C], object],
     config: type[C],

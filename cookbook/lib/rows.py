@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import UsageError
+from .config import ResumableConfig, UsageError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<configuration>[\w.-]+))?")
@@ -53,6 +53,16 @@ def read_rows(source: str | Path, split: str = "train") -> list[Row]:
     if path.exists() or _suffix(path) is not None or named is None:
         return _rows_of_file(path)
     return _hub_rows(named["name"], named["configuration"], split)
+
+
+def rows_for(config: ResumableConfig, smoke: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """The rows of ``config.data``; in a smoke run a few of them, or ``smoke`` where there is no ``--data``."""
+    if config.data is not None:
+        rows = read_rows(config.data)
+        return rows[:40] if config.smoke else rows
+    if not config.smoke:
+        raise UsageError("needs --data, a file of rows; see --help for what they may look like")
+    return [Row(values, f"smoke row {number}") for number, values in enumerate(smoke, start=1)]
 
 
 def _suffix(path: Path) -> str | None:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import trainsession as ts
 
-from .config import BaseConfig, UsageError
+from .config import BaseConfig, ResumableConfig, UsageError
 
-C = TypeVar("C", bound=BaseConfig)
+R = TypeVar("R", bound=ResumableConfig)
 
 
 class Run:
@@ -39,6 +39,7 @@ class Run:
     def __init__(self, recipe: str, config: BaseConfig, *, resumed: bool = False) -> None:
         self.recipe = recipe
         self.config = config
+        self.resumed = resumed
         self.directory = Path(config.out or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
         self.started = time.monotonic()
         self._metrics = self.directory / "metrics.jsonl"
@@ -51,32 +52,36 @@ class Run:
         (self.directory / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
 
     @classmethod
-    def resume(cls, recipe: str, directory: str, config: type[C]) -> tuple[Self, C]:
-        """An unfinished run, and its settings.
+    def open(cls, recipe: str, config: R, smoke_sized: Callable[[R], R]) -> tuple[Self, R]:
+        """A new run, or the one that ``config.resume`` names; and its settings.
 
         Raises:
-            UsageError: there is none in this directory.
+            UsageError: there is no unfinished run in that directory.
         """
-        settings = Path(directory) / "config.json"
-        if not settings.is_file() or not (Path(directory) / "session.txt").is_file():
+        if config.resume is None:
+            config = smoke_sized(config) if config.smoke else config
+            return cls(recipe, config), config
+        directory = Path(config.resume)
+        if not (directory / "session.txt").is_file():
             raise UsageError(f"{directory} holds no run that has begun")
-        if (Path(directory) / "summary.txt").exists():
+        if (directory / "summary.txt").exists():
             raise UsageError(f"the run in {directory} is finished")
-        found = replace(config(**json.loads(settings.read_text())), out=directory)
-        return cls(recipe, found, resumed=True), found
+        settings = json.loads((directory / "config.json").read_text())
+        config = type(config)(**{**settings, "out": str(directory)})
+        return cls(recipe, config, resumed=True), config
 
-    def begin(self, trainer: ts.TrainingClient) -> ts.TrainingClient:
-        """Note which session trains, for `trainer_of`."""
-        self._session.write_text(trainer.session_id)
-        return trainer
-
-    def trainer_of(self, service: ts.ServiceClient) -> ts.TrainingClient:
-        """The session of a resumed run, as its last finished step left it.
+    def trainer(self, service: ts.ServiceClient, rank: int) -> ts.TrainingClient:
+        """A new session, or that of the resumed run as its last finished step left it.
 
         Whatever was submitted behind that step is dropped: the recipe submits it again.
         """
-        trainer = service.attach(self._session.read_text())
-        trainer.zero_grad()
+        if self.resumed:
+            trainer = service.attach(self._session.read_text())
+            trainer.zero_grad()
+            return trainer
+        config = self.config
+        trainer = service.create_lora_training_client(config.model, rank=rank, alpha=32, seed=config.seed)
+        self._session.write_text(trainer.session_id)
         return trainer
 
     def logged(self, phase: str) -> list[dict[str, Any]]:
