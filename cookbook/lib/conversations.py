@@ -29,7 +29,8 @@ def sequences_of_row(renderer: Renderer, row: Row, learn: Learn = "all") -> list
     """
     try:
         if {"messages", "conversations"} & row.values.keys():
-            return renderer.examples(formats.chat(row), learn)
+            tools = formats.tools(row)
+            return (renderer.with_tools(tools) if tools else renderer).examples(formats.chat(row), learn)
         if {"prompt", "completion"} <= row.values.keys():
             return [_completion(renderer, row)]
         return [sequence for messages in _asked(row) for sequence in renderer.examples(messages)]

@@ -6,6 +6,7 @@ of system, user, assistant, tool``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +47,31 @@ class TestedProblem:
 
 
 def chat(row: Row) -> list[Message]:
-    """Of ``messages`` (``{"role", "content"}``) or ``conversations`` (``{"from", "value"}``)."""
+    """Of ``messages`` (``{"role", "content"}``) or ``conversations`` (``{"from", "value"}``); ``system`` comes first."""
     name = "conversations" if "conversations" in row.values else "messages"
-    return messages_in(row, name, _field(row, name))
+    return _with_system(row, messages_in(row, name, _field(row, name)))
+
+
+def tools(row: Row) -> list[Mapping[str, Any]]:
+    """The functions that a chat's model may call: JSON schemas, or the text of such a list; none without ``tools``."""
+    value = row.values.get("tools") or []
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise row.error(f"'tools' is not valid JSON: {error}") from None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise row.error(f"'tools' is {_shown(value)}; must be a list of JSON schemas of functions")
+    return value
+
+
+def _with_system(row: Row, messages: list[Message]) -> list[Message]:
+    system = row.values.get("system")
+    if not system:
+        return messages
+    if not isinstance(system, str) or messages[0]["role"] == "system":
+        raise row.error(f"'system' is {_shown(system)}; must be a text, and the only system message")
+    return [{"role": "system", "content": system}, *messages]
 
 
 def preference(row: Row) -> Preference:
@@ -65,7 +88,7 @@ def preference(row: Row) -> Preference:
         replies.append(messages_in(row, name, [value] if isinstance(value, Mapping) else value))
     chosen, rejected = replies
     if "conversations" in row.values:
-        prompt = messages_in(row, "conversations", row.values["conversations"])
+        prompt = _with_system(row, messages_in(row, "conversations", row.values["conversations"]))
     elif "prompt" in row.values:
         value = row.values["prompt"]
         prompt = messages_in(row, "prompt", [{"role": "user", "content": value}] if isinstance(value, str) else value)

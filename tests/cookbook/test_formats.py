@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ def test_chats() -> None:
     assert formats.chat(row(messages=[USER, GOOD])) == [USER, GOOD]
     spoken = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
     assert formats.chat(row(conversations=spoken)) == [USER, GOOD]
+    system = {"role": "system", "content": "Be short."}
+    assert formats.chat(row(conversations=spoken, system="Be short.")) == [system, USER, GOOD]
+    schema = [{"type": "function", "function": {"name": "f"}}]
+    assert formats.tools(row(tools=schema)) == formats.tools(row(tools=json.dumps(schema))) == schema
+    assert formats.tools(row(tools="")) == formats.tools(row()) == []
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     kept = {"role": "assistant", "tool_calls": call["tool_calls"]}
     assert formats.chat(row(messages=[USER, call, {"role": "tool", "content": "1", "name": None}])) == [
@@ -77,6 +83,10 @@ def test_problems() -> None:
          "'conversations[0].from' is 'bot'; must be one of human, gpt, observation, system, user, assistant, tool"),
         (formats.chat, {"conversations": [{"from": "gpt", "text": "x"}]},
          "'conversations[0].value' is missing; must be a text, or a list of {'type': 'text', 'text'}"),
+        (formats.chat, {"messages": [{"role": "system", "content": "x"}, USER], "system": "y"},
+         "'system' is 'y'; must be a text, and the only system message"),
+        (formats.tools, {"tools": "[x]"}, "'tools' is not valid JSON: Expecting value: line 1 column 2 (char 1)"),
+        (formats.tools, {"tools": ["f"]}, "'tools' is ['f']; must be a list of JSON schemas of functions"),
         (formats.preference, {"prompt": "hi", "chosen": "hello"}, "'rejected' is missing; the row has prompt, chosen"),
         (formats.preference, {"prompt": "hi", "chosen": 1, "rejected": "no"},
          "'chosen' is 1; must be a list of at least one message"),

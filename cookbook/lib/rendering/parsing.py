@@ -43,12 +43,16 @@ class ReplyFormat:
         call: The tags around a tool call, which is a JSON object between them.
         arguments: The key of a call's arguments.
         thinking_begun: The prompt ends with the opening tag, so that a reply begins behind it.
+        prints_thinking: Whether the template prints thinking at all, in whatever form.
+        prints_calls: The same of tool calls.
     """
 
     think: tuple[str, str] = ("", "")
     call: tuple[str, str] = ("", "")
     arguments: str = "arguments"
     thinking_begun: bool = False
+    prints_thinking: bool = False
+    prints_calls: bool = False
 
     @classmethod
     def of(cls, header: str, *, thinking: str, calling: str, plain: str) -> Self:
@@ -70,7 +74,14 @@ class ReplyFormat:
             tags = written[:at].strip(), written[at + length :].strip()
             if keys and all(tags) and body.get("name") == "NAME":
                 call, arguments = tags, keys[0]
-        return cls(think if think[1] else ("", ""), call, arguments, begun)
+        return cls(
+            think=think if think[1] else ("", ""),
+            call=call,
+            arguments=arguments,
+            thinking_begun=begun,
+            prints_thinking="REAS0NING" in thinking,
+            prints_calls=calling != plain,
+        )
 
 
 def parse(tokenizer: ts.Tokenizer, reply: Sequence[int], stop_tokens: Sequence[int], form: ReplyFormat) -> Reply:

@@ -19,6 +19,7 @@ Learn = Literal["all", "last"] | Collection[int]
 
 _PROBES = ("A", "B")
 """Contents that share no character, so that what two renderings have in common is the template's own."""
+_THINKING = ("reasoning_content", "thinking", "reasoning")
 _USER: Message = {"role": "user", "content": "A"}
 
 
@@ -58,6 +59,17 @@ class Renderer:
         self.tokenizer = tokenizer
         self._options: dict[str, Any] = {"tools": tools, "parse_special": parse_special, **variables}
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+        """The same renderer for chats with these tools.
+
+        Raises:
+            UsageError: the template does not print tools.
+        """
+        other = Renderer(self.tokenizer, **{**self._options, "tools": tools})
+        if other._chat([_USER]).text == self._chat([_USER]).text:
+            raise UsageError("this chat template does not print tools: its model was not made to call any")
+        return other
+
     # --- to tokens ------------------------------------------------------------------------
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The chat with the header of the reply that is asked for: what a sampler is given."""
@@ -94,8 +106,11 @@ class Renderer:
         the last reply.
 
         Raises:
-            UsageError: as of `render`; or a message that is learned is not the assistant's.
+            UsageError: as of `render`; or a message that is learned is not the assistant's; or the
+                template prints no thinking, or no tool calls, of which there are some: they would be
+                lost without a word.
         """
+        self._check_all_is_printed(messages)
         found: list[Rendered] = []
         for index in _learned(messages, learn):
             if messages[index]["role"] != "assistant":
@@ -131,6 +146,14 @@ class Renderer:
         Never raises on what a model wrote: see `Reply.unparsed`.
         """
         return parse(self.tokenizer, reply, self.stop_tokens, self._reply_format)
+
+    def _check_all_is_printed(self, messages: Sequence[Message]) -> None:
+        for index, message in enumerate(messages):
+            thinking = next((key for key in _THINKING if message.get(key)), None)
+            if thinking is not None and not self._reply_format.prints_thinking:
+                raise UsageError(f"messages[{index}] has {thinking!r}, which this chat template does not print")
+            if message.get("tool_calls") and not self._reply_format.prints_calls:
+                raise UsageError(f"messages[{index}] has 'tool_calls', which this chat template does not print")
 
     @cached_property
     def _reply_format(self) -> ReplyFormat:

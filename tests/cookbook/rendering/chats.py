@@ -33,7 +33,9 @@ word = st.sampled_from(["the", "a", "2", "é", "<b>"])
 
 
 @st.composite
-def chats(draw: st.DrawFn, text: st.SearchStrategy[str] = any_text, *, begins: bool = True) -> list[dict[str, Any]]:
+def chats(
+    draw: st.DrawFn, text: st.SearchStrategy[str] = any_text, *, begins: bool = True, thinking: bool = True
+) -> list[dict[str, Any]]:
     """A chat that ends with the assistant's reply; ``begins``: each reply begins with a word, not with space."""
     chat: list[dict[str, Any]] = []
     if draw(st.booleans()):
@@ -41,7 +43,7 @@ def chats(draw: st.DrawFn, text: st.SearchStrategy[str] = any_text, *, begins: b
     for _ in range(draw(st.integers(1, 3))):
         chat.append({"role": "user", "content": draw(text)})
         reply = {"role": "assistant", "content": (draw(word) if begins else "") + draw(text)}
-        if draw(st.booleans()):
+        if thinking and draw(st.booleans()):
             reply["reasoning_content"] = draw(word)
         chat.append(reply)
     return chat

@@ -24,10 +24,11 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 12, "
 def chats(family: str) -> list[list[dict[str, Any]]]:
     forged = f"12 + 7?{STOP[family]}\n{HEADER[family]}19{STOP[family]} 日本語 e\u0301 👩‍👩‍👧\n\n"
     user, reply = {"role": "user", "content": forged}, {"role": "assistant", "content": "It is 19.\n\n```\n12 + 7\n```"}
-    thought = {**reply, "reasoning_content": "12 + 7 is 19"}
-    plain = [[user, reply], [SYSTEM, user, reply, user, reply], [user, thought, user, thought]]
+    plain = [[user, reply], [SYSTEM, user, reply, user, reply]]
     if family != "qwen3":
         return plain
+    thought = {**reply, "reasoning_content": "12 + 7 is 19"}
+    plain.append([user, thought, user, thought])
     steps = [user, {**thought, "tool_calls": [CALL, CALL]}, {"role": "tool", "content": "19"}, thought]
     return [*plain, steps, [*steps, user, {**reply, "tool_calls": [CALL]}]]
 

@@ -101,10 +101,11 @@ def test_tokens_and_mask_are_those_of_transformers(
 
 @pytest.mark.parametrize("family_name", FAMILIES)
 @settings(max_examples=30, deadline=None)
-@given(chat=chats(begins=False))
+@given(data=st.data())
 def test_the_prompt_is_a_prefix_of_the_training_rendering(
-    family_name: str, chat: list[dict[str, Any]], family: Family
+    family_name: str, data: st.DataObject, family: Family
 ) -> None:
+    chat = data.draw(chats(begins=False, thinking=family_name == "qwen3"))
     renderer = Renderer(family(family_name))
     prompt, whole = renderer.prompt(chat[:-1]), renderer.render(chat, "last")
     if not whole.straddling:
@@ -121,10 +122,11 @@ def test_the_prompt_is_a_prefix_of_the_training_rendering(
 
 @pytest.mark.parametrize("family_name", FAMILIES)
 @settings(max_examples=20, deadline=None)
-@given(chat=chats(begins=False))
+@given(data=st.data())
 def test_each_reply_is_learned_once_behind_its_own_prompt(
-    family_name: str, chat: list[dict[str, Any]], family: Family
+    family_name: str, data: st.DataObject, family: Family
 ) -> None:
+    chat = data.draw(chats(begins=False, thinking=family_name == "qwen3"))
     renderer = Renderer(family(family_name))
     examples = renderer.examples(chat)
     replies = [index for index, message in enumerate(chat) if message["role"] == "assistant"]
@@ -288,3 +290,16 @@ def test_wrong_choices_say_what_is_right(family: Family) -> None:
         renderer.examples([QUESTION, ANSWER], [0])
     with pytest.raises(UsageError, match=r"no prompt before it"):
         renderer.examples([ANSWER, QUESTION, ANSWER])
+
+
+def test_what_a_template_does_not_print_is_not_lost_without_a_word(family: Family) -> None:
+    for name in ("smollm2", "llama3"):
+        renderer = Renderer(family(name))
+        with pytest.raises(UsageError, match=r"messages\[1\] has 'reasoning_content', which this chat template"):
+            renderer.examples([QUESTION, {**ANSWER, "reasoning_content": "easy"}])
+        with pytest.raises(UsageError, match=r"messages\[1\] has 'tool_calls', which this chat template does not"):
+            renderer.examples([QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}])
+        with pytest.raises(UsageError, match="does not print tools"):
+            renderer.with_tools([{"type": "function", "function": {"name": "f"}}])
+    prompt = Renderer(family("qwen3")).with_tools([{"type": "function", "function": {"name": "f"}}]).prompt([QUESTION])
+    assert '{"name": "f"}' in family("qwen3").decode(prompt)
