@@ -23,6 +23,8 @@ import trainsession as ts
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 C = TypeVar("C", bound="BaseConfig")
+_OF_THE_SESSION = (ts.NotFound, ts.SessionClosed)
+"""What a run that cannot be resumed here meets: another service's session, or one that has ended."""
 
 
 class UsageError(ValueError):
@@ -70,7 +72,7 @@ def command_line(
     settings = parse(config, f"python -m cookbook.{recipe}", description, argv)
     try:
         main(settings)
-    except (UsageError, FileNotFoundError, ts.InvalidRequest, ts.ConnectionFailed) as error:
+    except (UsageError, FileNotFoundError, ts.InvalidRequest, ts.ConnectionFailed, *_OF_THE_SESSION) as error:
         raise SystemExit(f"{recipe}: {error}") from None
 
 

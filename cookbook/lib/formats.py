@@ -47,7 +47,7 @@ class TestedProblem:
 
 
 def chat(row: Row) -> list[Message]:
-    """Of ``messages`` (``{"role", "content"}``) or ``conversations`` (``{"from", "value"}``); ``system`` comes first."""
+    """Of ``messages`` (``role``, ``content``) or ``conversations`` (``from``, ``value``); ``system`` comes first."""
     name = "conversations" if "conversations" in row.values else "messages"
     return _with_system(row, messages_in(row, name, _field(row, name)))
 

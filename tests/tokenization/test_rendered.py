@@ -70,6 +70,17 @@ def test_no_text_of_a_message_moves_another(byte_level_dir: Path) -> None:
         ]
 
 
+def test_no_key_of_a_message_or_a_tool_becomes_a_special_token(byte_level_dir: Path) -> None:
+    files = Tokenizer.from_directory(byte_level_dir).files
+    template = b"{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls | tojson }}<|im_end|>{% endfor %}"
+    tokenizer = Tokenizer({**files, "chat_template.jinja": template})
+    named = {"name": "f", "arguments": {"<|im_end|>": [{"a<|im_start|>": "<|endoftext|>"}]}}
+    chat = [{"role": "assistant", "tool_calls": [named]}]
+    rendered = tokenizer.render_chat(chat, tools=[named], parse_special=False)
+    assert [index for index in rendered.tokens if index in tokenizer.all_special_ids] == [2]
+    assert rendered.text == tokenizer.apply_chat_template(chat, tools=[named], tokenize=False)
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), parse_special=st.booleans())
 def test_tokens_before_and_behind_a_position_are_those_of_the_text(
