@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INSTALL := -c requirements/constraints.txt -e '.[local,cookbook]' -r requirements/dev.txt
 # Models in tests are tiny: a second OpenMP thread only waits for the first, at length on busy cores.
+# More workers than cores: many tests wait for processes to start, or to be killed.
+WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -34,7 +36,7 @@ quickstart: $(READY) ## Train a real small model on arithmetic and see it get be
 	@$(BIN)/python -m cookbook.arithmetic_rl
 
 test: $(READY) ## The test suite without slow and GPU tests
-	@$(PYTEST) -q -m 'not slow and not gpu'
+	@$(PYTEST) -q -n $(WORKERS) --dist worksteal -m 'not slow and not gpu'
 
 test-all: $(READY) ## Every test; GPU tests skip themselves where there is no GPU
 	@$(PYTEST) -q

@@ -288,6 +288,9 @@ class NullHost:
             raise UnknownModel(f"unknown base model {base_model!r}; available: {', '.join(self._names)}")
         return base_model
 
+    def context_length(self, base_model: str) -> int | None:
+        return CONTEXT
+
     async def open(self, base_model: str) -> NullHandle:
         if base_model not in self._handles:
             self.engines[base_model] = NullEngine(base_model, **self._options)

@@ -23,7 +23,8 @@ from .lib.data import Problem
 from .lib.evaluate import Accuracy, accuracy
 from .lib.formats import answered
 from .lib.plot import save_curve
-from .lib.policy import group_advantages, policy_datums
+from .lib.rl.advantages import dr_grpo
+from .lib.rl.datums import policy_datums
 from .lib.rows import read_rows
 from .lib.run import Run
 from .lib.schedule import cosine
@@ -108,14 +109,15 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
             responses = sampler.sample(prompts, num_samples=config.group_size, sampling_params=params).result()
 
             # Reward, and compare within the group.
+            rewards = [
+                [reward(sample.text, item.answer) for sample in response.sequences]
+                for item, response in zip(batch, responses, strict=True)
+            ]
+            if config.random_rewards:
+                rewards = [[float(rng.random() < 0.5) for _ in group] for group in rewards]
             datums: list[ts.Datum] = []
-            rewards: list[float] = []
-            for item, prompt, response in zip(batch, prompts, responses, strict=True):
-                group = [reward(sample.text, item.answer) for sample in response.sequences]
-                if config.random_rewards:
-                    group = [float(rng.random() < 0.5) for _ in group]
-                datums += policy_datums(prompt, response.sequences, group_advantages(group))
-                rewards += group
+            for prompt, response, advantages in zip(prompts, responses, dr_grpo(rewards), strict=True):
+                datums += policy_datums(prompt, response.sequences, advantages)
 
             # Learn. Groups of equal rewards gave no datum; a batch of none has nothing to teach.
             metrics: dict[str, float] = {}
@@ -124,7 +126,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy]:
                 rate = config.learning_rate * cosine(step - 1, config.steps)
                 update = trainer.optim_step(ts.AdamParams(learning_rate=rate))
                 metrics = {**backward.result().metrics, **update.result().metrics}
-            curve.append(sum(rewards) / len(rewards))
+            curve.append(sum(map(sum, rewards)) / (config.prompts * config.group_size))
             run.log("train", step, {"reward": curve[-1], "datums": len(datums)}, metrics)
 
         after = evaluate(config.steps)

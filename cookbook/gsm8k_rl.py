@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import trainsession as ts
 
-from .lib.config import BaseConfig, command_line, option
+from .lib.config import BaseConfig, command_line, one_of, option
 from .lib.conversations import text_sequence
 from .lib.data import scaled, weight_sum
 from .lib.evaluate import Accuracy, accuracy
 from .lib.gsm8k import Question, load, reward
 from .lib.plot import save_curve
-from .lib.policy import group_advantages, policy_datums
+from .lib.rl.advantages import ADVANTAGES
+from .lib.rl.datums import policy_datums
 from .lib.run import Run
 from .lib.schedule import cosine
 
@@ -35,7 +36,7 @@ class Config(BaseConfig):
     group_size: int = option(16, "samples of a question")
     max_tokens: int = option(200, "tokens of an answer")
     learning_rate: float = option(2e-4, "of GRPO")
-    divide_by_std: bool = option(False, "divide advantages by the group's standard deviation, as GRPO does")
+    advantages: str = option("dr_grpo", f"how rewards are compared: {', '.join(ADVANTAGES)}")
     sft_steps: int = option(350, "steps of the warm start; 350 of 64 are three epochs")
     sft_batch: int = option(64, "examples in a step of the warm start")
     sft_learning_rate: float = option(1e-3, "peak, of a linear warm-up of 20 steps and half a cosine")
@@ -67,7 +68,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
     train, test = load(config.data)
     test = random.Random(f"test {config.seed}").sample(test, min(len(test), config.held_out or len(test)))
     rng = random.Random(config.seed)
-    rank = config.rank
+    compare, rank = one_of("advantages", config.advantages, ADVANTAGES), config.rank
     with (
         ts.ServiceClient(config.base_url) as service,
         service.create_lora_training_client(config.model, rank=rank, alpha=2 * rank, seed=config.seed) as trainer,
@@ -94,15 +95,14 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
             responses = sampler.sample(prompts, num_samples=config.group_size, sampling_params=params).result()
 
             # Reward, and compare within the group.
+            rewards = [
+                [reward(sample.text, question.answer) for sample in response.sequences]
+                for question, response in zip(batch, responses, strict=True)
+            ]
             datums: list[ts.Datum] = []
-            rewards: list[float] = []
-            mixed = 0
-            for question, prompt, response in zip(batch, prompts, responses, strict=True):
-                group = [reward(sample.text, question.answer) for sample in response.sequences]
-                advantages = group_advantages(group, divide_by_std=config.divide_by_std)
+            for prompt, response, advantages in zip(prompts, responses, compare(rewards), strict=True):
                 datums += policy_datums(prompt, response.sequences, advantages)
-                rewards += group
-                mixed += len(set(group)) > 1
+            mixed = sum(len(set(group)) > 1 for group in rewards)
 
             # Learn: the mean over the batch's tokens, so that the clip at norm 1 means the same at any size.
             metrics: dict[str, float] = {}
@@ -111,7 +111,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
                 backward = trainer.forward_backward(mean, "importance_sampling")
                 update = trainer.optim_step(ts.AdamParams(learning_rate=config.learning_rate, grad_clip_norm=1.0))
                 metrics = {**backward.result().metrics, **update.result().metrics}
-            curve.append(sum(rewards) / len(rewards))
+            curve.append(sum(map(sum, rewards)) / (config.prompts * config.group_size))
             run.log("grpo", step, {"reward": curve[-1], "mixed_groups": mixed / len(batch)}, metrics)
 
         after = evaluate("test, after GRPO")

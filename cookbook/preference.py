@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import trainsession as ts
 
-from .lib.config import ResumableConfig, UsageError, command_line, option
+from .lib.config import ResumableConfig, UsageError, command_line, one_of, option
 from .lib.formats import preference
 from .lib.order import Shuffled, split
 from .lib.plot import save_curve
@@ -68,8 +68,7 @@ def pairs_of(renderer: Renderer, rows: Sequence[Row], max_length: int) -> list[P
 
 def main(config: Config) -> tuple[Preferred, Preferred]:
     """Train, and return what is preferred of the held-out pairs, before and after."""
-    if config.loss not in METHODS:
-        raise UsageError(f"--loss {config.loss}: must be one of {', '.join(METHODS)}")
+    one_of("loss", config.loss, METHODS)  # before there is a run
     run, config = Run.open("preference", config, smoke_sized)
     rows = rows_for(
         config, ({"prompt": f"{n}+{n}?", "chosen": str(2 * n), "rejected": str(2 * n + 1)} for n in range(20))

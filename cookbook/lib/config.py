@@ -13,7 +13,7 @@ Every field is a flag (``group_size`` is ``--group-size``); a boolean field is a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -23,6 +23,7 @@ import trainsession as ts
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 C = TypeVar("C", bound="BaseConfig")
+T = TypeVar("T")
 _OF_THE_SESSION = (ts.NotFound, ts.SessionClosed)
 """What a run that cannot be resumed here meets: another service's session, or one that has ended."""
 
@@ -34,6 +35,17 @@ class UsageError(ValueError):
 def option(default: Any, help: str) -> Any:
     """A field with a default and the help text of its flag."""
     return field(default=default, metadata={"help": help})
+
+
+def one_of(flag: str, name: str, choices: Mapping[str, T]) -> T:
+    """The choice of that name.
+
+    Raises:
+        UsageError: there is none; names those that there are.
+    """
+    if name not in choices:
+        raise UsageError(f"--{flag}: {name!r} is none of {', '.join(choices)}")
+    return choices[name]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,7 @@ class FakeService:
         params: Any = None,
         timeout: Any = None,
         repeat_limited: bool = True,
+        held: bool = False,
     ) -> Any:
         sent = json if body is None else unpack(pack(body))
         self.calls.append((method, path))
@@ -118,7 +119,7 @@ class FakeService:
             return {"cancelled": self._cancel(path.split("/")[-2])}
         return {}
 
-    async def stream(self, path: str, params: Any = None) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, path: str) -> AsyncIterator[dict[str, Any]]:
         for frame in self.frames:
             await asyncio.sleep(0.001)
             yield frame

@@ -46,6 +46,14 @@ def test_the_page_of_the_openai_door_runs(models: Path) -> None:
     assert "temperature invalid_request req_" in printed
 
 
+def test_the_page_of_reinforcement_learning_runs(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = run_page("rl.md", models, 4)
+    assert re.findall(r"^(\d) (\d) [\d.]+$", printed, re.MULTILINE) == [("0", "0"), ("1", "1"), ("2", "1")]
+    assert "'failed': 0.0" in printed
+    assert "number 3" in (tmp_path / "trajectories.html").read_text()
+
+
 @pytest.mark.parametrize("name", ["quickstart", "custom_loss"])
 def test_the_notebooks_run(models: Path, name: str) -> None:
     """In a kernel of its own, where a loop is running already; its service is a process of its own."""

@@ -12,7 +12,7 @@ import pytest
 import trainsession as ts
 from bench.null_engine import MODEL
 from tests.server.keyed import keyed, make_key, revoke, set_limit
-from trainsession.transport import http as transport_http
+from trainsession.transport import patience
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_too_many_sessions_and_too_large_a_body_say_which_limit(url: str, home: 
 def test_samples_wait_for_their_place_however_long_and_can_be_cancelled_meanwhile(
     url: str, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport_http, "PATIENCE", 2.0)
+    monkeypatch.setattr(patience, "PATIENCE", 2.0)
     with ts.ServiceClient(url, make_key(home, "crowded")) as client:
         sampler = client.create_sampling_client(base_model=MODEL)
         set_limit(home, "crowded", max_concurrent_samples=2)

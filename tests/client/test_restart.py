@@ -13,7 +13,8 @@ import torch
 import trainsession as ts
 from bench.null_engine import MODEL, NullHost
 from tests.client.conftest import serving
-from trainsession.transport import http
+from trainsession.client import connection
+from trainsession.transport import patience
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def test_a_restart_of_the_service_is_invisible(tmp_path: Path, batch: list[ts.Da
 def test_a_service_that_stays_away_is_an_error_in_the_end(
     tmp_path: Path, batch: list[ts.Datum], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "PATIENCE", 1.0)
+    monkeypatch.setattr(patience, "PATIENCE", 1.0)
     gate = Gate()
     with serving(tmp_path, NullHost) as url:
         service = ts.ServiceClient(url)
@@ -85,3 +86,17 @@ def test_a_service_that_stays_away_is_an_error_in_the_end(
         trainer.zero_grad().result(30)
         assert trainer.forward_backward(batch).result(30).metrics["loss:sum"] == 6.0
         service.close()
+
+
+def test_closing_does_not_wait_for_a_service_that_is_gone(
+    tmp_path: Path, batch: list[ts.Datum], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_GOODBYE_SECONDS", 0.5)
+    with serving(tmp_path, NullHost) as url:
+        service = ts.ServiceClient(url)
+        trainer = service.create_lora_training_client(MODEL, rank=1)
+        for future in loop(trainer, batch, 2):
+            future.result(30)
+    started = time.monotonic()
+    service.close()  # it has results to acknowledge
+    assert time.monotonic() - started < 5

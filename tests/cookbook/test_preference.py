@@ -149,7 +149,7 @@ def test_the_reference_is_what_the_base_model_makes_of_the_replies(tiny_model: P
 def test_wrong_settings_and_rows(tiny_model: Path, tmp_path: Path) -> None:
     data = tmp_path / "pairs.jsonl"
     data.write_text('{"prompt": "a", "chosen": "b", "rejected": 1}\n')
-    with pytest.raises(UsageError, match="--loss dop: must be one of dpo, ipo, simpo, orpo"):
+    with pytest.raises(UsageError, match="--loss: 'dop' is none of dpo, ipo, simpo, orpo"):
         preference.main(config(tiny_model, data, tmp_path / "one", loss="dop"))
     with pytest.raises(UsageError, match=r"pairs\.jsonl:1: 'rejected' is 1; must be"):
         preference.main(config(tiny_model, data, tmp_path / "two"))

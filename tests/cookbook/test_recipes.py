@@ -14,7 +14,8 @@ from cookbook import arithmetic_rl, gsm8k_rl
 from cookbook.lib.conversations import text_sequence
 from cookbook.lib.data import completion_datum
 from cookbook.lib.evaluate import mean_nll
-from cookbook.lib.policy import group_advantages, policy_datums
+from cookbook.lib.rl.advantages import dr_grpo
+from cookbook.lib.rl.datums import policy_datums
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: cookbook)")
 pytestmark = pytest.mark.usefixtures("home")
@@ -113,7 +114,7 @@ def test_merged_duplicates_train_like_all_samples(tiny_model: Path):
         params = ts.SamplingParams(max_tokens=2, temperature=0.5, seed=1)
         samples = trainer.base_sampling_client().sample(prompt, 16, params).result().sequences
         assert len({tuple(s.tokens) for s in samples}) < 16
-        advantages = group_advantages([float(sum(s.tokens) % 3) for s in samples])
+        advantages = dr_grpo([[float(sum(s.tokens) % 3) for s in samples]])[0]
         apart = [
             completion_datum(prompt, s.tokens, logprobs=s.logprobs, advantages=float(a))
             for s, a in zip(samples, advantages, strict=True)

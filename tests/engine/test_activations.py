@@ -32,6 +32,17 @@ def test_activations_are_the_same_bits_anywhere(
         _check_activation(rows, before, width, activation)
 
 
+@pytest.mark.parametrize(
+    "activation", [nn.SiLU(), nn.GELU(), nn.GELU(approximate="tanh")], ids=["silu", "gelu", "tanh"]
+)
+@pytest.mark.parametrize("threads", [2, 3, 5, 7])
+def test_sizes_just_above_those_that_aten_shares_among_threads(activation: nn.Module, threads: int) -> None:
+    """GELU above 16,384 elements runs on every thread, in shares that need not be whole vectors."""
+    with _threads(threads):
+        for rows in (9, 11, 12, 16, 22):
+            _check_activation(3, rows - 6, 1536, activation)
+
+
 @contextmanager
 def _threads(number: int) -> Iterator[None]:
     before = torch.get_num_threads()

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ import numpy as np
 import trainsession as ts
 from tests.faults import points
 from tests.faults.homes import Account, account_of
-from tests.faults.kill_service import free_port
 from tests.faults.nursery import Child, Nursery
+from tests.faults.served import free_port
 
 Kill = tuple[str, int]
 FIRST_KILLS: list[Kill] = [("engine.parameter", 20), ("complete.in_transaction", 8)]
@@ -116,6 +116,14 @@ def supervised(nursery: Nursery, home: Path, environment: dict[str, str]) -> Ite
         yield service
     finally:
         service.stop()
+
+
+During = Callable[[Supervised, Path], contextlib.AbstractContextManager[object]]
+"""What goes on beside a part of a trial: given the service and the trial's directory."""
+
+
+def _nothing(_service: Supervised, _directory: Path) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def _data(seed: int, kind: str) -> list[ts.Datum]:
@@ -202,15 +210,17 @@ class Driver:
         self._number = 0
         self.expected: Trial | None = None
 
-    def run(self, *kills: Kill) -> tuple[Trial, Path]:
+    def run(
+        self, *kills: Kill, during: During = lambda _service, _directory: contextlib.nullcontext()
+    ) -> tuple[Trial, Path]:
         self._number += 1
         directory = self._directory / f"trial-{self._number}"
         directory.mkdir()
         environment = {points.AT: json.dumps(kills), points.DIRECTORY: str(directory)}
         started = time.monotonic()
-        with supervised(self._nursery, directory / "home", environment) as service:
+        with supervised(self._nursery, directory / "home", environment) as service, during(service, directory):
             found, ids = loop(service.url, self._model)
-        with supervised(self._nursery, directory / "home", environment) as again:
+        with supervised(self._nursery, directory / "home", environment) as again, during(again, directory):
             found |= resume(again.url, ids)
         seconds = time.monotonic() - started
         deaths = len(list(directory.glob("fired-*")))
@@ -228,10 +238,10 @@ class Driver:
         self._compare(trial, first)
         return points.hits(directory, len(first))
 
-    def trial(self, *kills: Kill) -> Trial:
+    def trial(self, *kills: Kill, **options: Any) -> Trial:
         """Raises `AssertionError`, naming the kills, where it came out otherwise."""
         try:
-            trial, _ = self.run(*kills)
+            trial, _ = self.run(*kills, **options)
         except (AssertionError, ts.TrainSessionError, TimeoutError) as error:
             raise AssertionError(f"killed at {kills}: {error!r}") from error
         self._compare(trial, kills)

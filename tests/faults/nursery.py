@@ -30,6 +30,8 @@ from tests.faults import points
 
 ADDRESS = "TRAINSESSION_NURSERY"
 """Environment variable with the path of a nursery's socket."""
+ENGINE = "engine"
+"""File in a trial's directory with the process id of its newest engine."""
 EVERY_OPERATIONS = 3
 INLINE_BYTES = 2048
 TOKEN_BUDGET = 48
@@ -78,7 +80,7 @@ class Nursery:
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()  # its order to end, as for whoever is left of its children
-        self._process.wait(10)
+        self._process.wait(60)
         self._log.close()
 
     def serve(self, arguments: list[str], environment: dict[str, str], log: Path) -> Child:
@@ -173,6 +175,8 @@ def _live(request: dict[str, Any], fds: list[int]) -> None:
         for low, high in zip(keep, [*keep[1:], 1 << 16], strict=True):
             os.closerange(low + 1, high)
         os.environ.update(request["environment"])
+        if "engine" in request:
+            Path(os.environ[points.DIRECTORY], ENGINE).write_text(str(os.getpid()))
         points.start()
         code = _engine(fds[0]) if "engine" in request else _service(request)
     except BaseException:

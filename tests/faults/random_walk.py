@@ -35,8 +35,8 @@ from typing import Any
 import trainsession as ts
 from tests.faults.crash_points import tiny_model
 from tests.faults.homes import account_of
-from tests.faults.kill_service import Server, engines_of
 from tests.faults.oracle import Oracle, Plan, plan_of
+from tests.faults.served import Server, engines_of
 from tests.faults.walker import LAST, Hostile, hostile_client, play
 from trainsession.service.keys import Keys
 from trainsession.service.projects import Projects

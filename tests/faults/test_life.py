@@ -16,8 +16,8 @@ import pytest
 import trainsession as ts
 from tests.faults.crash_points import Supervised, loop, supervised
 from tests.faults.homes import account_of
-from tests.faults.kill_service import engines_of
 from tests.faults.nursery import Nursery
+from tests.faults.served import engines_of
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 SLOW, OPERATIONS = 300, 1000

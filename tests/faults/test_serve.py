@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import trainsession as ts
-from tests.faults.kill_service import engines_of, loop, served, trials
+from tests.faults.served import engines_of, loop, served
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds engines through /proc")
 
@@ -47,7 +47,3 @@ def test_a_loop_over_http_does_not_notice_that_its_engine_was_killed(tmp_path: P
             metrics
         )  # one may have died while it loaded
         assert alone["losses"][-1] < alone["losses"][0]
-
-
-def test_a_loop_over_http_does_not_notice_that_the_service_was_killed(tmp_path: Path, tiny_model: Path) -> None:
-    assert trials(tmp_path / "home", str(tiny_model), list(range(8))) == 8  # alone, and with its engine

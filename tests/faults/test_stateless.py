@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import trainsession as ts
-from tests.faults.kill_service import Server, engines_of
+from tests.faults.served import Server, engines_of
 from tests.postgres import PostgresServer
 from tests.s3 import BUCKET, SECRET, S3Server, settings
 

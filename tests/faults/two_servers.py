@@ -4,8 +4,8 @@
 
 By the seed the server that has the session is killed (kill -9) and stays away, is killed and started again at once,
 or is stopped (SIGSTOP) for twice its lease and goes on as a zombie. Checked against a loop on one server alone: every
-loss and logprob, the sampled tokens, the final state (bit for bit), the bill, and that the client never saw an error;
-that each session has one owner, no token is in the ledger twice, and that the zombie found itself replaced and ended.
+loss and logprob, the sampled and streamed tokens, the final state (bit for bit), the bill, and that the client saw no
+error; that each session has one owner, no token is in the ledger twice, and that the zombie found itself replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sqlalchemy as sa
 
 import trainsession as ts
 from tests.faults.balancer import Balancer, balanced
-from tests.faults.kill_service import loop
+from tests.faults.served import loop
 from tests.faults.short_lease import LEASE_SECONDS
 from tests.postgres import PostgresServer
 from tests.server.together import home_of

@@ -71,7 +71,8 @@ def test_listed_are_the_bundle_the_model_cache_and_the_hubs_cache(cache: Path, i
     models = {model.name: model for model in Catalog(cache).list_base_models()}
     assert list(models) == [BUNDLE_NAME, "mine", "owner/other", "org/net"]
     assert all(model.available for model in models.values())
-    assert models["owner/other"].context_length == 77
+    assert models["owner/other"].context_length == Catalog(cache).context_length("owner/other") == 77
+    assert (Catalog(cache).context_length(BUNDLE_NAME), Catalog(cache).context_length("not/here")) == (8192, None)
     assert Catalog(cache).locate("org/net") == snapshot
 
 

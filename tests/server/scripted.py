@@ -96,11 +96,11 @@ class ScriptedService(Service):
         return LIMITS
 
     async def stream(
-        self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
+        self, project: str, operation_id: str, only: SamplesOf | None = None
     ) -> AsyncIterator[dict[str, Any]]:
         if operation_id == "op_unknown":
             raise NotFound("no such operation")
-        for index in range(after, self.stream_length):
+        for index in range(self.stream_length):
             if self.raises and index == 2:
                 raise self.raises
             await asyncio.sleep(self.gap)

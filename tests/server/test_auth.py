@@ -158,7 +158,7 @@ class QuietService(ScriptedService):
         self.before = before
 
     async def stream(
-        self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
+        self, project: str, operation_id: str, only: SamplesOf | None = None
     ) -> AsyncIterator[dict[str, Any]]:
         for index in range(50):
             if index == self.before:

@@ -176,12 +176,6 @@ def test_tokens_arrive_one_by_one(http: httpx.Client, service: ScriptedService) 
     assert arrivals[-1] - arrivals[0] > 0.3
 
 
-def test_a_stream_resumes_after_n_frames(http: httpx.Client) -> None:
-    data = http.get("/v1/samples/op_1/stream", params={"after": 3}).content
-    assert [frame.get("tokens") for frame in frames(data)] == [[3], [4], None]
-    assert http.get("/v1/samples/op_1/stream", params={"after": -1}).status_code == 422
-
-
 def test_stream_errors_before_and_after_the_first_frame(http: httpx.Client, service: ScriptedService) -> None:
     assert http.get("/v1/samples/op_unknown/stream").status_code == 404
     service.raises = InvalidDatum("bad", details={"datum": 1})

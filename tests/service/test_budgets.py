@@ -370,18 +370,3 @@ def test_what_is_no_amount_is_refused(tmp_path: Path, amount: str) -> None:
                 await Budgets(service.store.database).set(PROJECT, Decimal(amount), "EUR", "total")
 
     run(test())
-
-
-def test_a_sample_without_max_tokens_reserves_the_whole_context(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with serving(priced(tmp_path)) as service:
-            await allow(service, 10**7 * 3)
-            trainer = await Trainer.create(service)
-            await value(service, await trainer.train([1, 2]))  # the engine is loaded now: 65,536
-            gap = trainer.request("zero_grad")
-            assert gap.seq == 2
-            snapshot = await trainer.submit("snapshot")
-            await service.submit_samples(PROJECT, {"operation_id": snapshot}, [prompt([1] * 36, max_tokens=None)])
-            assert await left(service) == (4, 36 + 65_500 * 3)
-
-    run(test())

@@ -199,6 +199,27 @@ def test_what_is_refused_or_cancelled_before_it_starts_makes_nothing_cheaper(tmp
     run(test())
 
 
+def test_a_split_that_was_accepted_stays_though_what_it_rests_on_is_cancelled(tmp_path: Path) -> None:
+    """The next one pays in full: of three equal prompts, one of them cancelled, one is charged as a whole."""
+
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            gap = trainer.request("zero_grad")
+            weights = {"operation_id": await trainer.submit("snapshot")}
+            same = [prompt([1] * 65), prompt([1] * 65)]
+            first, second = await service.submit_samples(PROJECT, weights, same)
+            assert await service.cancel(PROJECT, first)
+            third = await service.submit_samples(PROJECT, weights, same[:1])
+            await service.submit(PROJECT, trainer.id, gap)
+            usages = [(await value(service, operation_id))["usage"] for operation_id in (second, *third)]
+            assert [(usage["prefill"], usage["prefill_cached"]) for usage in usages] == [(1, 64), (65, 0)]
+            total = (await service.usage(PROJECT)).total
+            assert (total.prefill, total.prefill_cached) == (66, 64)
+
+    run(test())
+
+
 def test_a_budget_reserves_a_known_beginning_at_its_price(tmp_path: Path) -> None:
     async def test() -> None:
         async with serving(priced(tmp_path)) as service:

@@ -256,25 +256,6 @@ def test_an_idle_session_leaves_the_engine_and_comes_back(tmp_path: Path) -> Non
     run(test())
 
 
-def test_a_session_nobody_used_for_days_is_saved_and_closed(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with serving(tmp_path, close_after_idle_seconds=0.0) as service:
-            trainer = await Trainer.create(service)
-            await trainer.train([5])
-            await value(service, await trainer.step(1.0))
-            await asyncio.sleep(0.01)
-            await service._janitor.round()
-            assert (await service.get_session(PROJECT, trainer.id)).state == "closed"
-            (saved,) = await service.list_checkpoints(PROJECT)
-            assert saved.kind == "state"
-            resumed = await Trainer.create(
-                service, base_model="", lora=None, from_checkpoint=saved.path, with_optimizer=True
-            )
-            assert await resumed.weight() == 5.0
-
-    run(test())
-
-
 def test_another_base_model_under_the_same_name_is_refused(tmp_path: Path) -> None:
     async def test() -> None:
         service = await open_service(tmp_path)

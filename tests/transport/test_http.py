@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from tests.server.scripted import ScriptedService, serving
-from trainsession.errors import ConnectionFailed, IncompatibleVersion, InvalidDatum, NotFound, RateLimited
+from trainsession.errors import ConnectionFailed, EngineLost, IncompatibleVersion, InvalidDatum, NotFound, RateLimited
 from trainsession.transport import http as transport_http
+from trainsession.transport import patience
 from trainsession.transport.http import ATTEMPT_HEADER, Transport
 from trainsession.wire import VERSION_HEADER, pack
 
@@ -39,8 +40,13 @@ def on(url: str, use: Callable[[Transport], Any], **options: Any) -> Any:
     return asyncio.run(main())
 
 
+def hang_up(request: http.server.BaseHTTPRequestHandler) -> None:
+    request.connection.close()
+    request.close_connection = True
+
+
 @contextmanager
-def misbehaving(*answers: Handler) -> Iterator[tuple[str, list[dict[str, str]]]]:
+def misbehaving(*answers: Handler, sign: Handler = hang_up) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """A server that gives one answer after the other, the last one for ever; and the headers it saw."""
     seen: list[dict[str, str]] = []
 
@@ -49,8 +55,11 @@ def misbehaving(*answers: Handler) -> Iterator[tuple[str, list[dict[str, str]]]]
 
         def handle_any(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            seen.append(dict(self.headers))
-            answers[min(len(seen), len(answers)) - 1](self)
+            if self.path == "/v1/health":  # asked between two attempts
+                sign(self)
+            else:
+                seen.append(dict(self.headers))
+                answers[min(len(seen), len(answers)) - 1](self)
 
         do_GET = do_POST = handle_any
 
@@ -78,11 +87,6 @@ def answer(status: int, body: Any, **headers: str) -> Handler:
         request.wfile.write(data)
 
     return handle
-
-
-def hang_up(request: http.server.BaseHTTPRequestHandler) -> None:
-    request.connection.close()
-    request.close_connection = True
 
 
 def test_arrays_reach_the_service_and_errors_come_back() -> None:
@@ -144,7 +148,7 @@ def test_retry_after_is_waited_for() -> None:
 
 
 def test_retries_end_with_the_services_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_http, "PATIENCE", 0.3)
+    monkeypatch.setattr(patience, "PATIENCE", 0.3)
     with misbehaving(answer(429, {"code": "rate_limited", "message": "no"}, Retry_After="0")) as (url, seen):
         with pytest.raises(RateLimited, match="no"):
             on(url, lambda transport: transport.request("GET", "/v1/x"))
@@ -164,6 +168,47 @@ def test_a_wrong_address_fails_soon() -> None:
     with pytest.raises(ConnectionFailed, match=r"no service answers at http://127\.0\.0\.1:9"):
         on("http://127.0.0.1:9", lambda transport: transport.request("GET", "/v1/limits"))
     assert time.monotonic() - started < 10
+
+
+def test_an_address_that_answered_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another client of this process, whose service is away as the new one makes its first call."""
+    monkeypatch.setattr(patience, "FIRST_PATIENCE", 0.0)
+    with misbehaving(answer(200, {})) as (url, _):
+        on(url, lambda transport: transport.request("GET", "/v1/limits"))
+    port = int(url.rpartition(":")[2])
+
+    async def use(transport: Transport) -> Any:
+        asking = asyncio.create_task(transport.request("GET", "/v1/limits"))
+        await asyncio.sleep(0.5)
+        assert not asking.done()
+        with serving(ScriptedService(), port=port):
+            return await asking
+
+    assert "max_rank" in on(url, use)
+
+
+@pytest.mark.parametrize(("is_held", "is_there"), [(True, True), (True, False), (False, True)])
+def test_patience_with_a_held_answer_counts_from_the_last_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, is_held: bool, is_there: bool
+) -> None:
+    """The service is up now and then, and never for as long as the poll waits."""
+    monkeypatch.setattr(patience, "PATIENCE", 0.5)
+    monkeypatch.setattr(patience, "_wait", lambda _: 0.1)
+    breaks = [hang_up] * 15
+    sign = answer(200, {"status": "ok"}) if is_there else hang_up
+    with misbehaving(answer(200, {}), *breaks, answer(200, {"results": []}), sign=sign) as (url, seen):
+
+        async def use(transport: Transport) -> Any:
+            await transport.request("GET", "/v1/limits")
+            return await transport.request("POST", "/v1/results", json={}, held=is_held)
+
+        if is_held and is_there:
+            assert on(url, use) == {"results": []}
+            assert len(seen) == 17
+        else:
+            with pytest.raises(ConnectionFailed):
+                on(url, use)
+            assert len(seen) < 12
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8765", "ftp://host", "http://", ""])
@@ -218,28 +263,79 @@ def test_stream_error_is_raised_as_its_class() -> None:
     assert (len(seen), caught.value.details) == (2, {"datum": 4})
 
 
-def test_a_broken_stream_is_resumed_without_a_repeat() -> None:
-    frames = [pack({"tokens": [k]}) for k in range(3)] + [pack({"done": True})]
-    data = [struct.pack("<I", len(frame)) + frame for frame in frames]
+def frame_of(index: int, tokens: list[int], reason: str | None = None) -> dict[str, Any]:
+    text = "".join(f"{token} " for token in tokens)
+    topk = [[[token, -0.5]] for token in tokens]
+    return {
+        "index": index,
+        "tokens": tokens,
+        "logprobs": [-float(token) for token in tokens],
+        "text_delta": text,
+        "stop_reason": reason,
+        "topk": topk,
+    }
 
-    def cut(start: int, stop: int, extra: bytes) -> Handler:
-        def handle(request: http.server.BaseHTTPRequestHandler) -> None:
-            assert f"after={start}" in request.path
-            request.send_response(200)
-            request.send_header(VERSION_HEADER, "1")
-            request.send_header("Connection", "close")
-            request.end_headers()
-            request.wfile.write(b"".join(data[start:stop]) + extra)
-            request.close_connection = True
 
-        return handle
+DONE = {"done": True, "usage": {}}
+FIRST = [frame_of(0, [1]), frame_of(1, [7]), frame_of(0, [2]), frame_of(0, [3], "stop"), frame_of(1, [8])]
 
-    async def use(transport: Transport) -> list[Any]:
-        return [frame async for frame in transport.stream("/v1/samples/x/stream")]
 
-    with misbehaving(cut(0, 2, data[2][:5]), hang_up, cut(2, 4, b"")) as (url, seen):
-        assert on(url, use) == [{"tokens": [0]}, {"tokens": [1]}, {"tokens": [2]}, {"done": True}]
-        assert len(seen) == 3
+def streaming(frames: list[dict[str, Any]], extra: bytes = b"") -> Handler:
+    """A connection that breaks behind these frames."""
+
+    def handle(request: http.server.BaseHTTPRequestHandler) -> None:
+        request.send_response(200)
+        request.send_header(VERSION_HEADER, "1")
+        request.send_header("Connection", "close")
+        request.end_headers()
+        for data in map(pack, frames):
+            request.wfile.write(struct.pack("<I", len(data)) + data)
+        request.wfile.write(extra)
+        request.close_connection = True
+
+    return handle
+
+
+async def read_stream(transport: Transport) -> list[Any]:
+    return [frame async for frame in transport.stream("/v1/samples/x/stream")]
+
+
+ANEW = {
+    "in another order": [frame_of(1, [7]), frame_of(1, [8]), frame_of(1, [9], "length"), *FIRST[:1], *FIRST[2:4]],
+    "cut otherwise": [frame_of(0, [1, 2]), frame_of(1, [7, 8, 9], "length"), frame_of(0, [3], "stop")],
+    "whole": [frame_of(0, [1, 2, 3], "stop"), frame_of(1, [7, 8, 9], "length")],
+}
+
+
+@pytest.mark.parametrize("frames", ANEW.values(), ids=list(ANEW))
+@pytest.mark.parametrize("seen_before", range(6))
+def test_a_broken_stream_is_read_anew_and_each_token_is_seen_once(
+    frames: list[dict[str, Any]], seen_before: int
+) -> None:
+    connections = [
+        streaming(FIRST[:seen_before], b"\x10\0"),
+        hang_up,
+        streaming(frames[:1]),
+        streaming([*frames, DONE]),
+    ]
+    with misbehaving(*connections) as (url, seen):
+        *got, last = on(url, read_stream)
+    assert last == DONE
+    assert len(seen) == 4
+    for index, tokens, reason in ((0, [1, 2, 3], "stop"), (1, [7, 8, 9], "length")):
+        mine = [frame for frame in got if frame["index"] == index]
+        whole = frame_of(index, tokens, reason)
+        for key in ("tokens", "logprobs", "topk"):
+            assert [value for frame in mine for value in frame[key]] == whole[key]
+        assert "".join(frame["text_delta"] for frame in mine) == whole["text_delta"]
+        assert [frame["stop_reason"] for frame in mine if frame["stop_reason"]] == [reason]
+        assert mine[-1]["stop_reason"] == reason
+
+
+def test_a_stream_that_is_another_one_when_it_is_read_anew_says_so() -> None:
+    other = [frame_of(0, [1]), frame_of(0, [5])]
+    with misbehaving(streaming(FIRST[:3]), streaming(other)) as (url, _), pytest.raises(EngineLost, match="otherwise"):
+        on(url, read_stream)
 
 
 def test_download_appears_only_when_complete(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _SAMPLE_SUBMITS = 16
 _FIRST_USE_SECONDS = 1_800.0
 """A model may have to be downloaded or converted before its tokenizer can be handed out."""
+_GOODBYE_SECONDS = 3.0
+"""For telling the service which results it may forget: it forgets them later without being told."""
 _CLOSED = "this ServiceClient was closed; what it submitted goes on, and attach() of a new one fetches the results"
 
 
@@ -139,8 +141,9 @@ class Connection:
 
 async def _close(live: _Live) -> None:
     try:
-        await live.poller.close(_CLOSED)
-    except (ConnectionFailed, AuthenticationFailed):
+        async with asyncio.timeout(_GOODBYE_SECONDS):
+            await live.poller.close(_CLOSED)
+    except (TimeoutError, ConnectionFailed, AuthenticationFailed):
         pass  # The service is gone, or takes this key no longer: results cannot be acknowledged, and expire.
     finally:
         await live.transport.close()

@@ -24,7 +24,14 @@ _REISSUE_GAP = 0.02
 
 class Request(Protocol):
     async def __call__(
-        self, method: str, path: str, *, json: Any = None, body: Any = None, timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        body: Any = None,
+        timeout: float | None = None,
+        held: bool = False,
     ) -> Any: ...
 
 
@@ -125,7 +132,8 @@ class ResultPoller:
 
     async def _ask(self, wait: list[str], ack: list[str], seconds: float) -> Any:
         body = {"wait": wait, "ack": ack, "timeout": seconds}
-        return await self._request("POST", "/v1/results", json=body, timeout=seconds + _ANSWER_MARGIN)
+        held = seconds > 0
+        return await self._request("POST", "/v1/results", json=body, timeout=seconds + _ANSWER_MARGIN, held=held)
 
     def _deliver(self, results: Iterable[dict[str, Any]]) -> None:
         for result in results:

@@ -98,7 +98,7 @@ class Waiting:
 
     def until_done(self, outcome: concurrent.futures.Future[Any], timeout: float | None) -> None:
         """Block until the outcome is there or the time is over, showing progress."""
-        if outcome.done() or not is_enabled() or not (self.total > 1 or self.is_loading()):
+        if outcome.done() or not (self.total > 1 or self.is_loading()) or not is_enabled():
             with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
                 outcome.exception(timeout)
             return

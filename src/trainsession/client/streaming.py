@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from ..errors import EngineLost, NotFound
-from ..types import SampleResponse, StopReason, Usage
-from ..wire import samples_from_wire
+from ..types import StopReason, Usage
 from .answers import read
 from .connection import Connection
 from .futures import Handle
@@ -125,56 +123,18 @@ async def _read(
     connection: Connection, submit: Callable[[], Awaitable[str]], state: _State
 ) -> AsyncGenerator[SampleDelta, None]:
     operation_id = await submit()
-    frames: AsyncIterator[dict[str, Any]] = connection.transport.stream(f"/v1/samples/{operation_id}/stream")
-    shown: dict[int, SampleDelta] = {}
-    try:
-        async for frame in frames:
-            if frame.get("done"):
-                state.usage = read(Usage, frame.get("usage") or {})
-                break
-            topk = frame.get("topk")
-            delta = SampleDelta(
-                frame["index"],
-                list(frame["tokens"]),
-                list(frame["logprobs"]),
-                frame["text_delta"],
-                frame.get("stop_reason"),
-                None if topk is None else [[(token, logprob) for token, logprob in row] for row in topk],
-            )
-            shown[delta.index] = _joined(shown.get(delta.index), delta)
-            yield delta
-    except NotFound:
-        if not shown:
-            raise
-        # It ended when its last frames were on their way, and the service was started again: no frame is left.
-        response = samples_from_wire(await connection.poller.wait(operation_id))
-        state.usage = response.usage
-        for delta in _missing(response, shown):
-            yield delta
+    async for frame in connection.transport.stream(f"/v1/samples/{operation_id}/stream"):
+        if frame.get("done"):
+            state.usage = read(Usage, frame.get("usage") or {})
+            break
+        topk = frame.get("topk")
+        yield SampleDelta(
+            frame["index"],
+            list(frame["tokens"]),
+            list(frame["logprobs"]),
+            frame["text_delta"],
+            frame.get("stop_reason"),
+            None if topk is None else [[(token, logprob) for token, logprob in row] for row in topk],
+        )
     state.is_over = True
     connection.poller.acknowledge(operation_id)
-
-
-def _joined(before: SampleDelta | None, delta: SampleDelta) -> SampleDelta:
-    """All that was shown of a sample, without its top-k."""
-    tokens, text = (before.tokens, before.text) if before is not None else ([], "")
-    return SampleDelta(delta.index, tokens + delta.tokens, [], text + delta.text, delta.stop_reason)
-
-
-def _missing(response: SampleResponse, shown: dict[int, SampleDelta]) -> list[SampleDelta]:
-    """What a result has beyond what was shown.
-
-    Raises:
-        EngineLost: it is no continuation of that.
-    """
-    deltas: list[SampleDelta] = []
-    for index, sample in enumerate(response.sequences):
-        old = shown.get(index, SampleDelta(index, [], [], ""))
-        count = len(old.tokens)
-        if sample.tokens[:count] != old.tokens or not sample.text.startswith(old.text):
-            raise EngineLost("the stream was cut off, and its result is another one; nothing of it can be continued")
-        if old.stop_reason is None:
-            topk = None if sample.topk_logprobs is None else sample.topk_logprobs[count:]
-            rest = (sample.tokens[count:], sample.logprobs[count:], sample.text[len(old.text) :])
-            deltas.append(SampleDelta(index, *rest, sample.stop_reason, topk))
-    return deltas

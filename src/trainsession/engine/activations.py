@@ -9,22 +9,31 @@ import torch
 from torch import nn
 from transformers.activations import ACT2CLS
 
-_GRAINS = (16_384, 32_768)
-"""Elements from which ATen gives a loop another thread: GELU's, and the others'."""
+_GRAIN = 32_768
+"""Elements from which ATen gives a loop another thread."""
+_GELU_GRAIN = 16_384
+"""Elements from which ATen's GELU runs on every thread there is."""
 _SERIAL_ELEMENTS = 255 * 64
 """Below both, and a multiple of every CPU vector's length."""
 
 
-def _parts(flat: torch.Tensor) -> list[slice]:
+def _parts(flat: torch.Tensor, function: nn.Module) -> list[slice]:
     """Parts of which ATen's loop, and every thread's equal share of it, are whole vectors."""
     size, threads = flat.numel(), torch.get_num_threads()
-    if all(size % (64 * min(threads, -(-size // grain))) == 0 for grain in _GRAINS if size):
+    shares = {max(1, min(threads, -(-size // _GRAIN)))}
+    if size > _GELU_GRAIN and not _is_silu(function):
+        shares.add(threads)
+    if all(size % (64 * share) == 0 for share in shares):
         return [slice(0, size)]
     return [slice(start, start + _SERIAL_ELEMENTS) for start in range(0, size, _SERIAL_ELEMENTS)]
 
 
+def _is_silu(function: nn.Module) -> bool:
+    return isinstance(function, (nn.SiLU, ACT2CLS["silu"]))
+
+
 def _derivative(function: nn.Module, x: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    if isinstance(function, (nn.SiLU, ACT2CLS["silu"])):
+    if _is_silu(function):
         return torch.ops.aten.silu_backward(dout, x)
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -44,12 +53,12 @@ class _Elementwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (flat,) = ctx.saved_tensors
         dout = grads[0].reshape(-1)
-        dx = _by_parts(_parts(flat), lambda part: _derivative(ctx.function, flat[part], dout[part]))
+        dx = _by_parts(_parts(flat, ctx.function), lambda part: _derivative(ctx.function, flat[part], dout[part]))
         return dx.view(grads[0].shape), None
 
 
 def _apply(flat: torch.Tensor, function: nn.Module) -> torch.Tensor:
-    return _by_parts(_parts(flat), lambda part: function(flat[part]))
+    return _by_parts(_parts(flat, function), lambda part: function(flat[part]))
 
 
 def _by_parts(parts: list[slice], compute: Callable[[slice], torch.Tensor]) -> torch.Tensor:

@@ -234,6 +234,10 @@ class EngineHost(Protocol):
         """The canonical name. Raises `UnknownModel`, naming those that exist."""
         ...
 
+    def context_length(self, base_model: str) -> int | None:
+        """That of a canonical name; None where it is not known before the model was downloaded."""
+        ...
+
     async def open(self, base_model: str) -> EngineHandle:
         """The running engine of that model; loads it on first use."""
         ...

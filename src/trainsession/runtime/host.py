@@ -83,6 +83,10 @@ class LocalHost:
     def resolve(self, base_model: str) -> str:
         return self._catalog.resolve(base_model)
 
+    def context_length(self, base_model: str) -> int | None:
+        """That of a canonical name; reads its configuration, and no weights."""
+        return self._catalog.context_length(base_model)
+
     async def open(self, base_model: str) -> Running:
         """The running engine of that model; the first caller loads it, the others wait with it.
 

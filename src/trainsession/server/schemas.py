@@ -147,12 +147,6 @@ class FileQuery(PathQuery):
     name: str
 
 
-class StreamQuery(PydanticModel):
-    model_config = ConfigDict(extra="forbid")  # not strict: a query holds text only
-
-    after: int = Field(default=0, ge=0)
-
-
 class Checkpoints(Answer):
     checkpoints: list[Checkpoint]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from ..errors import OperationSkipped, StorageError, TrainSessionError
+from ..errors import OperationSkipped, TrainSessionError
 from ..store.schema import operations
 from ..store.store import Store
 from .endings import Ending
@@ -34,16 +34,15 @@ class Gaps:
         self._store = store
         self._outcomes = outcomes
 
-    async def give_up(self, sessions: Iterable[Session]) -> None:
-        """Give up the numbers that have been missing for too long."""
-        now = time.time()
-        for session in sessions:
-            until = session.gap_until
-            if until is not None and until <= now:
-                try:
-                    await self._give_up(session)
-                except StorageError as error:
-                    logger.warning("session %s waits on for a number: %s", session.id, error.message)
+    async def give_up(self, session: Session) -> None:
+        """Give up the numbers that have been missing for too long.
+
+        Raises:
+            StorageError: it could not be written, and they are waited for on.
+        """
+        until = session.gap_until
+        if until is not None and until <= time.time():
+            await self._give_up(session)
 
     async def _give_up(self, session: Session) -> None:
         first = min(session.pending)
@@ -56,10 +55,10 @@ class Gaps:
         try:
             is_given_up = await self._store.write(lambda connection: _write(connection, session, missing, skipped))
         except BaseException:
-            _unmark(skipped)
+            unmark(skipped)
             raise
         if not is_given_up:  # it comes at this very moment, or those that waited were withdrawn
-            _unmark(skipped)
+            unmark(skipped)
             return
         logger.warning("session %s gave up sequence number %d to %d", session.id, missing[0].seq, missing[-1].seq)
         for operation in missing:
@@ -111,6 +110,7 @@ def _row(session: Session, operation: Operation, now: float) -> dict[str, Any]:
     }
 
 
-def _unmark(skipped: Sequence[Operation]) -> None:
+def unmark(skipped: Sequence[Operation]) -> None:
+    """They end later, or not with what was to end them."""
     for operation in skipped:
         operation.error = None

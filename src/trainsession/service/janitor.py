@@ -54,23 +54,28 @@ class Janitor:
                 await self.round()
             except TrainSessionError as error:  # a full disk must not end the rounds
                 logger.warning("housekeeping failed and will be tried again: %s", error.message)
+            except Exception:  # nor must a fault of ours
+                logger.exception("housekeeping failed and will be tried again")
 
     async def round(self) -> None:
         await self._expire_results()
         await self._checkpoints.remove_expired()
-        now = time.time()
-        for session in self._sessions.in_memory:
-            try:
-                await self._look_after(session, now)
-            except TrainSessionError as error:  # of one session; the others have their turn
-                logger.warning("housekeeping of session %s will be tried again: %s", session.id, error.message)
         await self._remove_orphans()
+        now = time.time()
+        for session in await self._sessions.unused(now - self._settings.close_after_idle_seconds):
+            await self._in_turn(session, self._retire(session))
+        for session in self._sessions.in_memory:
+            await self._in_turn(session, self._look_after(session, now))
+
+    async def _in_turn(self, session: Session, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except TrainSessionError as error:  # of one session; the others have their turn
+            logger.warning("housekeeping of session %s will be tried again: %s", session.id, error.message)
 
     async def _look_after(self, session: Session, now: float) -> None:
         lane = self._lane_of(session.base_model)
-        if session.idle and session.used_at < now - self._settings.close_after_idle_seconds:
-            await self._retire(session)
-        elif session.resident and session.idle and session.used_at < now - self._settings.idle_seconds:
+        if session.resident and session.idle and session.used_at < now - self._settings.idle_seconds:
             await lane.evict(session)
         else:
             await lane.tidy(session)

@@ -1,7 +1,7 @@
 """One engine's queue: picks ready operations, runs them, and makes their results durable behind it.
 
-The engine does not wait for the disk. What it did is committed while it goes on; after a crash in
-between, the operation is still in the log as not ended and simply runs again on the restored state.
+The engine does not wait for the disk: what it did is committed while it goes on. After a crash in between
+the operation is in the log as not ended, and runs again on the restored state.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import sqlalchemy as sa
-
 from ..engine.api import EngineHandle, EngineHost, EngineInfo
 from ..errors import EngineError, EngineLost, StorageError, StorageUnavailable, TrainSessionError
-from ..store.schema import sessions
 from ..store.store import Store
 from . import tracing
 from .bodies import Body, parse_packed
@@ -25,20 +22,22 @@ from .checkpoints import Checkpoints
 from .completion import Completion
 from .endings import Advance
 from .frozen import FrozenPool
-from .gaps import Gaps
 from .log import OperationLog
 from .metering import Meter
 from .outcomes import Outcomes
+from .passing import Passing
 from .recovery import Recovery
-from .runner import Outcome, Runner, as_ours, is_pass, ready_of
+from .runner import Outcome, Runner, after, as_ours, is_pass, ready_of
 from .scheduler import Scheduler
-from .session import REPLAYED_KINDS, Operation, Session
+from .session import Operation, Session
 from .settings import Settings
 
 logger = logging.getLogger(__name__)
 _PARSE_IN_THREAD = 1 << 20
 MAX_LOSSES = 3
 """Times that an engine's process may end under an operation before it fails."""
+MAX_FAULTS = 3
+"""Times that the service itself may meet a fault under an operation before that fails."""
 
 
 class Lane:
@@ -67,7 +66,7 @@ class Lane:
         self._settings = settings
         self._on_loss = on_loss
         self._recovery = Recovery(store, checkpoints)
-        self._gaps = Gaps(store, outcomes)
+        self._passing = Passing(store, outcomes)
         self._scheduler = Scheduler()
         self._sessions: dict[str, Session] = {}
         self._handle: EngineHandle | None = None
@@ -172,19 +171,22 @@ class Lane:
             await self._rewind_lost()
             if self._closing:
                 return
-            await self._gaps.give_up(list(self._sessions.values()))
-            for session in list(self._sessions.values()):
-                self._pass_ended(session)
+            if not await self._passing.look_after(list(self._sessions.values())):
+                asyncio.get_running_loop().call_later(self._settings.retry_seconds, self._wake.set)
             picked = self._scheduler.pick([ready for s in self._sessions.values() if (ready := ready_of(s))])
             if not picked:
                 await self._woken()
                 continue
-            try:
-                async with self.turn:
-                    await self._execute([s for item in picked if (s := self._sessions.get(item.session)) is not None])
-            except Exception:  # a fault of ours; with the lane every session of the model would stand still
-                logger.exception("the queue of %s met a fault and goes on", self.base_model)
-                await asyncio.sleep(self._settings.retry_seconds)
+            chosen = [s for item in picked if (s := self._sessions.get(item.session)) is not None]
+            async with self.turn:
+                heads = [(s, head) for s in chosen if (head := s.head) is not None and head.error is None]
+                try:
+                    await self._execute(heads)
+                    continue
+                except Exception:  # a fault of ours; with the lane every session of the model would stand still
+                    logger.exception("the queue of %s met a fault and goes on", self.base_model)
+                    await self._contain(heads)
+            await asyncio.sleep(self._settings.retry_seconds)
 
     async def _woken(self) -> None:
         """Wait until something became ready, or a missing number is to be given up."""
@@ -216,26 +218,12 @@ class Lane:
                     except StorageError as error:
                         logger.warning("session %s cannot be restored yet: %s", session.id, error.message)
                         await asyncio.sleep(self._settings.retry_seconds)
+                    except Exception as error:  # of one session; the others of the lane go on
+                        session.give_up(as_ours(error, session.id))
 
-    def _pass_ended(self, session: Session) -> None:
-        """Step over operations that were refused, cancelled or skipped, or whose replay does nothing."""
-        passed = 0
-        while (operation := session.head) is not None:
-            if operation.error is not None:
-                session.lacks(operation)
-            elif not (operation.replay and operation.kind not in REPLAYED_KINDS):
-                break
-            session.passed(operation)
-            passed += not operation.replay
-        if passed:
-            following = session.next_run
-            query = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
-            self._store.write_lazily(lambda connection: connection.execute(query.values(next_seq=following)))
-
-    async def _execute(self, chosen: Sequence[Session]) -> None:
-        """Run the heads of these sessions: one operation, or several passes as one."""
+    async def _execute(self, heads: Sequence[tuple[Session, Operation]]) -> None:
+        """Run the heads of sessions: one operation, or several passes as one."""
         started = time.monotonic()
-        heads = [(session, head) for session in chosen if (head := session.head) is not None and head.error is None]
         try:
             handle = await self.engine()
         except Exception as error:
@@ -278,6 +266,23 @@ class Lane:
             if operation.kind == "snapshot":
                 await self._shrink(handle)
 
+    async def _contain(self, heads: Sequence[tuple[Session, Operation]]) -> None:
+        """After a fault of ours: try what was under way again, alone, and in the end fail it.
+
+        Nobody knows how much of it the engine did, so its session starts from its snapshot.
+        """
+        for session, operation in heads:
+            if session.head is not operation:
+                continue
+            operation.started = False
+            operation.faults += 1
+            if operation.faults >= MAX_FAULTS:
+                fault = RuntimeError(f"the service met {operation.faults} faults under it")
+                self._settle(session, operation, Outcome(error=as_ours(fault, operation.id)), 0.0)
+            if session.resident and self._handle is not None:
+                session.lose()
+                await self._drop(self._handle, session)
+
     def _wait(self, operation: Operation, error: StorageUnavailable) -> bool:
         """It was accepted, so it waits for what it needs and is not refused."""
         logger.warning("operation %s cannot be run yet: %s", operation.id, error.message)
@@ -291,11 +296,9 @@ class Lane:
             operation.losses += 1
             if operation.losses < MAX_LOSSES:
                 return
-            outcome.error = EngineLost(
-                f"the engine's process ended {operation.losses} times while it ran this {operation.kind}; "
-                "it is not tried again",
-                details={"seq": operation.seq},
-            )
+            times = f"{operation.losses} times while it ran this {operation.kind}"
+            message = f"the engine's process ended {times}; it is not tried again"
+            outcome.error = EngineLost(message, details={"seq": operation.seq})
         self._settle(session, operation, outcome, seconds)
 
     async def _prepare(self, handle: EngineHandle, session: Session, operation: Operation) -> Body:
@@ -329,6 +332,7 @@ class Lane:
 
     def _settle(self, session: Session, operation: Operation, outcome: Outcome, seconds: float) -> None:
         """Move the session past an operation and write its end in the background."""
+        step, progress = after(session, operation, outcome)
         session.passed(operation)
         session.operations_since_snapshot += 1
         session.seconds_since_snapshot += seconds
@@ -345,10 +349,7 @@ class Lane:
         if outcome.error is not None:
             session.lacks(operation)
             skipped = session.skip_behind(operation)
-        elif operation.kind == "optim_step":
-            session.step = int(outcome.value["metrics"].get("step", session.step + 1))
-            if operation.body is not None and operation.body.progress is not None:
-                session.progress = operation.body.progress
+        session.step, session.progress = step, progress
         advance = Advance(step=session.step, progress=session.progress)
         completion = self._completion.complete(session, operation, outcome, skipped, advance)
         task = asyncio.create_task(completion, name=f"complete {operation.id}")

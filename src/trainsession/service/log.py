@@ -13,7 +13,6 @@ from .. import wire
 from ..errors import (
     BudgetExceeded,
     NotFound,
-    SequenceConflict,
     SessionClosed,
     SessionFenced,
     TrainSessionError,
@@ -29,7 +28,8 @@ from .ids import new_id
 from .ledger import settle
 from .prices import Quote
 from .requests import OperationRequest, OperationResult
-from .session import MISSING, Session
+from .retries import FIND, Logged, check_same, same_samples
+from .session import Session
 
 SAMPLE = "sample"
 """Kind and idempotency scope of samples."""
@@ -37,7 +37,8 @@ SAMPLE = "sample"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """``new`` is False for a retry of something that the log already holds; ``error`` is why it was refused."""
+    """``new`` is False for a retry of something that the log already holds; ``error`` is why it was refused, now
+    or the first time."""
 
     operation_id: str
     seq: int
@@ -75,16 +76,16 @@ class OperationLog:
         """
 
         def write(connection: sa.Connection) -> Accepted:
-            found = _FIND.rows(
+            found = FIND.rows(
                 connection, {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
             )
             state, epoch, next_seq, has_budget, *_ = found[0]
             _check_open(state, epoch, request.epoch)
-            same = [_Logged(*row[4:]) for row in found if row[4] is not None]
+            same = [Logged(*row[4:]) for row in found if row[4] is not None]
             for old in same:
-                _check_same(old, request, body.sha256)
+                check_same(old, request, body.sha256)
             if same:
-                return Accepted(operation_id=same[0].id, seq=same[0].seq, new=False)
+                return Accepted(operation_id=same[0].id, seq=same[0].seq, new=False, error=same[0].refusal())
             seq = request.seq
             if seq is None:
                 last = connection.execute(_LAST, {"session": session.id}).scalar() or 0
@@ -93,8 +94,11 @@ class OperationLog:
             refused = error
             if error is None and quote is not None and has_budget:
                 refused = hold_one(connection, session.project, quote, now)
+            operation_id = new_id("op")
+            if refused is not None:
+                refused.details.setdefault("operation_id", operation_id)
             values: dict[str, Any] = {
-                "id": new_id("op"),
+                "id": operation_id,
                 "project": session.project,
                 "session_id": session.id,
                 "seq": seq,
@@ -111,7 +115,7 @@ class OperationLog:
                 **body.columns("body"),
             }
             _INSERT.run(connection, values)
-            return Accepted(operation_id=values["id"], seq=seq, new=True, error=refused)
+            return Accepted(operation_id=operation_id, seq=seq, new=True, error=refused)
 
         return await self._store.write(write)
 
@@ -137,7 +141,7 @@ class OperationLog:
                     .where(operations.c.idempotency_key.in_(keys))
                 ).all()
                 if old:
-                    return AcceptedSamples(_same_samples(rows, {row.idempotency_key: row for row in old}), set())
+                    return AcceptedSamples(same_samples(rows, {row.idempotency_key: row for row in old}), set())
             held = hold(connection, rows, quotes, whole)
             if isinstance(held, BudgetExceeded):
                 return held
@@ -153,7 +157,7 @@ class OperationLog:
     async def knows(self, session: Session, request: OperationRequest) -> bool:
         """Whether the number or the key stands for an operation already."""
         call = {"session": session.id, "seq": request.seq, "key": request.idempotency_key or None}
-        found = await self._store.read(lambda connection: _FIND.rows(connection, call))
+        found = await self._store.read(lambda connection: FIND.rows(connection, call))
         return any(row[4] is not None for row in found)
 
     async def finish(self, *endings: Ending) -> None:
@@ -225,17 +229,6 @@ class OperationLog:
             self._store.write_lazily(lambda connection: _ACKNOWLEDGE.run(connection, *calls))
 
 
-@dataclass(frozen=True, slots=True)
-class _Logged:
-    """What `_FIND` says of an operation that has the number or the key already."""
-
-    id: str
-    seq: int
-    body_sha256: str
-    idempotency_key: str | None
-    kind: str
-
-
 _INSERT = Prepared(
     sa.insert(operations),
     [
@@ -254,33 +247,6 @@ _MARK_CANCELLED = Prepared(
     sa.update(operations)
     .where(operations.c.id == sa.bindparam("operation"), operations.c.state == sa.literal_column("'queued'"))
     .values(cancelled_at=sa.bindparam("now"))
-)
-# Both halves of the OR are unique keys: SQLite looks each up. With the session's id alone beside the
-# idempotency key it read the whole session for every operation.
-_FIND = Prepared(
-    sa.select(
-        sessions.c.state,
-        sessions.c.epoch,
-        sessions.c.next_seq,
-        HAS_BUDGET.where(budgets.c.project == sessions.c.project).scalar_subquery(),
-        operations.c.id,
-        operations.c.seq,
-        operations.c.body_sha256,
-        operations.c.idempotency_key,
-        operations.c.kind,
-    )
-    .outerjoin(
-        operations,
-        sa.or_(
-            sa.and_(operations.c.session_id == sessions.c.id, operations.c.seq == sa.bindparam("seq")),
-            sa.and_(
-                operations.c.project == sessions.c.project,
-                operations.c.scope == sessions.c.id,
-                operations.c.idempotency_key == sa.bindparam("key"),
-            ),
-        ),
-    )
-    .where(sessions.c.id == sa.bindparam("session"))
 )
 _LAST = sa.select(sa.func.max(operations.c.seq)).where(operations.c.session_id == sa.bindparam("session"))
 _FINISH = Prepared(
@@ -366,25 +332,3 @@ def check_epoch(present: int, epoch: int | None) -> None:
             f"another client attached to this session (epoch {present}, yours is {epoch}); attach to take it over",
             details={"epoch": present, "yours": epoch},
         )
-
-
-def _check_same(old: _Logged, request: OperationRequest, sha256: str) -> None:
-    by_key = bool(request.idempotency_key) and old.idempotency_key == request.idempotency_key
-    what = f"idempotency key {request.idempotency_key!r}" if by_key else f"sequence number {old.seq}"
-    details = {"seq": old.seq, "operation_id": old.id}
-    if old.kind == MISSING:
-        raise SequenceConflict(f"{what} came too late: it was given up (gap_timeout of the session)", details=details)
-    if old.body_sha256 != sha256:
-        raise SequenceConflict(f"{what} was used by a {old.kind} with other parameters", details=details)
-    if request.seq is not None and old.seq != request.seq:
-        raise SequenceConflict(f"{what} was used with sequence number {old.seq}, not {request.seq}", details=details)
-
-
-def _same_samples(rows: Sequence[Mapping[str, Any]], old: Mapping[str, Any]) -> list[str]:
-    ids: list[str] = []
-    for row in rows:
-        match = old.get(row["idempotency_key"])
-        if match is None or match.body_sha256 != row["body_sha256"]:
-            raise SequenceConflict("this idempotency key was used for other samples")
-        ids.append(match.id)
-    return ids

@@ -45,7 +45,7 @@ class CreateSession:
     Attributes:
         base_model: Name as in `list_base_models`; may be empty with ``from_checkpoint``.
         lora: The adapter; default: that of ``from_checkpoint``, else ``LoraConfig()``.
-        on_failure: What happens to operations that were queued behind a failed one.
+        on_failure: What happens to operations that were queued behind a failed one when its turn came.
         gap_timeout: Seconds that operations wait for a sequence number before theirs; then it counts as
             one that failed. None: for ever.
         from_checkpoint: ``ts://`` path of the project's own checkpoint to start from.

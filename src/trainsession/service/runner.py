@@ -305,7 +305,10 @@ def as_ours(error: Exception, operation_id: str) -> TrainSessionError:
     if isinstance(error, TrainSessionError):
         return error
     logger.error("operation %s failed unexpectedly", operation_id, exc_info=error)
-    return EngineError(f"the service failed while it ran {operation_id}; its log has the details")
+    return EngineError(
+        f"the service failed while it ran {operation_id}; its log has the details",
+        details={"operation_id": operation_id},
+    )
 
 
 def is_pass(operation: Operation) -> bool:
@@ -316,9 +319,20 @@ def is_pass(operation: Operation) -> bool:
 def ready_of(session: Session) -> Ready | None:
     """What the session would run next; None where it has nothing, or waits for the disk."""
     operation = session.head
-    if operation is None or len(session.completions) >= _MAX_UNFINISHED:
+    if operation is None or operation.error is not None or len(session.completions) >= _MAX_UNFINISHED:
         return None
     passes = is_pass(operation)
     tokens = max(1, operation.tokens) if passes else 0
     # One under which the engine ended runs alone: others must not pay if it does so again.
-    return Ready(session.project, session.id, tokens, mergeable=passes and not operation.losses)
+    mergeable = passes and not operation.losses and not operation.faults
+    return Ready(session.project, session.id, tokens, mergeable)
+
+
+def after(session: Session, operation: Operation, outcome: Outcome) -> tuple[int, Any]:
+    """Steps and progress of the session behind an operation."""
+    step, progress = session.step, session.progress
+    if operation.kind == "optim_step" and outcome.error is None and not operation.replay:
+        step = int(outcome.value["metrics"].get("step", step + 1))
+        if operation.body is not None and operation.body.progress is not None:
+            progress = operation.body.progress
+    return step, progress

@@ -8,7 +8,6 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ..engine.api import EngineInfo
 from ..errors import LimitExceeded, RateLimited, TrainSessionError
 from ..limits import LIMITS
 from ..store.schema import operations
@@ -113,13 +112,15 @@ class SampleSubmission:
         await self._resolver.check_payers(project, {payer for payer in payers if payer})
         stored = [await self._store.keep("body", body) for body in bodies]
         digests = await self._digests(project, source, seeded)
+        is_open = any(request.params.max_tokens is None for request in seeded)
+        context = await self._resolver.context_length(source) if is_open else None
         # From here to the commit in one go: what a prompt finds known is a matter of the order of the calls.
         runs: list[SampleRun] = []
         for request, payer, of in zip(seeded, payers, digests, strict=True):
             cached, new = self._prefixes.take(project, of, int(request.prompt.size))
             if request.prompt_logprobs or request.topk_prompt_logprobs:
                 cached = 0  # every position is wanted, so every position is computed
-            quote = self._quote(source, request, info, cached)
+            quote = self._quote(source, request, context, cached)
             runs.append(SampleRun(new_id("op"), project, payer or "", request, source.lane, quote, new))
         accepted: set[str] = set()
         try:
@@ -177,15 +178,15 @@ class SampleSubmission:
             return set(), logged.earlier
         return set(ids) - logged.refused, ids
 
-    def _quote(self, source: WeightsSource, request: SampleRequest, info: EngineInfo | None, cached: int) -> Quote:
-        """What it can cost at most: of each of its samples ``max_tokens``."""
+    def _quote(self, source: WeightsSource, request: SampleRequest, context: int | None, cached: int) -> Quote:
+        """What it can cost at most: of each of its samples ``max_tokens``, or what the context has room for."""
         size = int(request.prompt.size)
         most = request.params.max_tokens
         if most is None:
-            # Without an engine nobody knows the context yet: all that a request can ask for.
+            # All that a request can ask for, where the model has yet to be downloaded.
             most = LIMITS.max_sampled_tokens // max(request.num_samples, 1)
-            if info is not None:
-                most = min(most, max(info.context_length - size, 1))
+            if context is not None:
+                most = min(most, max(context - size, 1))
         at_most = {"prefill": size - cached, "prefill_cached": cached, "sample": request.num_samples * most}
         bound = most if request.params.max_tokens is None else None
         return self._prices.quote(source.lane.base_model, at_most, cached=cached, max_tokens=bound)

@@ -278,20 +278,20 @@ class Samples:
             await self._log.mark_cancelled(run.id)
         return True
 
-    async def stream(self, project: str, operation_id: str, after: int) -> AsyncIterator[dict[str, Any]]:
-        """Events from the start or after the first ``after``, then those to come.
+    async def stream(self, project: str, operation_id: str) -> AsyncIterator[dict[str, Any]]:
+        """Events from the start on, then those to come.
 
         Raises:
-            NotFound: no such sample, or one that ended long ago, resumed in its middle.
+            NotFound: no such sample, or one whose result was kept for its time and then deleted.
             OwnedElsewhere: another server draws it, or drew it and may remember the frames.
         """
         run = self._runs.get(operation_id) or self._finished.get(operation_id)
         if run is None or run.project != project:
             await self._lease.check_operations(project, [operation_id])
-            for frame in await replayed(self._log, project, operation_id, after):
+            for frame in await replayed(self._log, project, operation_id):
                 yield frame
             return
-        position = after
+        position = 0
         run.watched = True
         while True:
             while position < len(run.frames):

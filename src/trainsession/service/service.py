@@ -285,11 +285,11 @@ class Service:
             return await self._samples.submit(project, weights, requests, idempotency_key, only, whole)
 
     async def stream(
-        self, project: str, operation_id: str, after: int = 0, only: SamplesOf | None = None
+        self, project: str, operation_id: str, only: SamplesOf | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """Frames of a sample as they are drawn, skipping the first ``after``; see `docs/wire.md`."""
+        """Frames of a sample from its first token on, as they are drawn; see `docs/wire.md`."""
         await self._check_known(project, operation_id, only)
-        async for frame in self._samples.stream(project, operation_id, after):
+        async for frame in self._samples.stream(project, operation_id):
             yield frame
 
     async def results(
@@ -377,7 +377,7 @@ class Service:
 
     async def _retire(self, session: Session) -> None:
         """Save a session that nobody used for days as a ``state`` checkpoint, then close it."""
-        if session.kind == "trainer" and session.next_run > 1 and session.fatal is None:
+        if session.kind == "trainer" and session.next_seq > 1 and session.fatal is None:
             name = time.strftime("idle-%Y%m%d", time.gmtime())
             save = OperationRequest(kind="save_state", params={"name": name, "overwrite": True})
             operation_id, _ = await self.submit(session.project, session.id, save)

@@ -44,6 +44,8 @@ class Operation:
     started: bool = False
     losses: int = 0
     """Times that the engine's process ended while it ran this."""
+    faults: int = 0
+    """Times that the service itself met a fault while it ran this."""
     quote: Quote | None = None
     """What it costs; None where it cannot cost anything."""
     accepted_at: float = 0.0
@@ -90,6 +92,8 @@ class Session:
     step: int = 0
     progress: Any = None
     next_run: int = 1
+    decided_until: int = 1
+    """Below this number it is decided, durably, what the failure of each took with it."""
     pending: dict[int, Operation] = field(default_factory=dict)
     """By number; of those that have not run in the order that they were accepted in."""
     incomplete: str = ""
@@ -170,6 +174,13 @@ class Session:
             self.kept.clear()
             self.replayed.clear()
 
+    def give_up(self, error: TrainSessionError) -> None:
+        """It cannot be restored: nothing of it runs any more."""
+        self.fatal, self.lost = error, False
+        self.next_run = self.decided_until
+        self.pending = {seq: operation for seq, operation in self.pending.items() if seq >= self.next_run}
+        self.count_replays(0)
+
     def lacks(self, operation: Operation) -> None:
         """This part of the accumulation window failed."""
         if operation.kind == MISSING:
@@ -182,7 +193,7 @@ class Session:
         if self.on_failure != "skip":
             return []
         what = "never came" if failed.kind == MISSING else f"({failed.kind}) of this session failed before it"
-        skipped = [operation for operation in self.pending.values() if operation.error is None]
+        skipped = [o for o in self.pending.values() if o.error is None and not o.replay and o.seq > failed.seq]
         for operation in skipped:
             operation.error = OperationSkipped(
                 f"skipped: {'sequence number' if failed.kind == MISSING else 'operation'} {failed.seq} {what}",
@@ -194,6 +205,7 @@ class Session:
         """The engine is behind this operation now."""
         del self.pending[operation.seq]
         self.next_run = operation.seq + 1
+        self.decided_until = max(self.decided_until, self.next_run)
         if operation.replay:
             self.count_replays(self.replays_left - 1)
 

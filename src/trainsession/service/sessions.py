@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import sqlalchemy as sa
 
 from ..engine import checkpoint as formats
 from ..engine.api import AdapterState, EngineHost
-from ..errors import Cancelled, InvalidRequest, LimitExceeded, NotFound, SequenceConflict, SessionClosed
-from ..limits import LIMITS, Limits
+from ..errors import Cancelled, InvalidRequest, NotFound, SessionClosed
 from ..store.schema import internal_snapshots, operations, sessions
 from ..store.store import Store
-from ..types import LoraConfig, SaveWeightsResponse, SessionInfo, check_gap_timeout
+from ..types import LoraConfig, SaveWeightsResponse, SessionInfo
 from . import budgets
 from .checkpoints import Checkpoints, Origin
 from .ids import new_id, new_seed
@@ -30,6 +27,11 @@ from .recovery import Recovery
 from .requests import Attached, CreateSession
 from .runner import check_loadable
 from .session import Session
+from .session_rows import check, hash_of, insert, session_of
+
+_NOTED_SECONDS = 60.0
+"""Between two writes of that a session is in use."""
+_MAX_NOTED = 4_096
 
 
 class Sessions:
@@ -59,6 +61,8 @@ class Sessions:
         self._recovery = Recovery(store, checkpoints)
         self._live: dict[str, Session] = {}
         self._loading = asyncio.Lock()
+        self._noted: OrderedDict[str, float] = OrderedDict()
+        """When the use of a session was written down last, by its id."""
 
     @property
     def in_memory(self) -> list[Session]:
@@ -70,7 +74,7 @@ class Sessions:
         Raises:
             UnknownModel, NotFound, CheckpointMismatch, LimitExceeded, InvalidRequest.
         """
-        _check(request)
+        check(request)
         checkpoint = None
         base_model = request.base_model
         if request.from_checkpoint is not None:
@@ -108,7 +112,7 @@ class Sessions:
             "tags": list(request.tags),
             "metadata": dict(request.metadata),
             "idempotency_key": request.idempotency_key or None,
-            "request_hash": _hash(request),
+            "request_hash": hash_of(request),
             "from_checkpoint": request.from_checkpoint,
             "with_optimizer": request.with_optimizer,
             "epoch": 1,
@@ -121,9 +125,9 @@ class Sessions:
             "owner": self._lease.server,
         }
         limits = await self._projects.limits(project)
-        session_id, epoch, new = await self._store.write(lambda connection: _insert(connection, values, limits))
+        session_id, epoch, new = await self._store.write(lambda connection: insert(connection, values, limits))
         if new:
-            session = _session(values)
+            session = session_of(values)
             self._live[session.id] = session
             self._lane_of(base_model).add(session)
             self._lane_of(base_model).preload()
@@ -175,7 +179,7 @@ class Sessions:
         live = self._live.get(session_id)
         if live is not None and live.project == project:
             return live.info()
-        return _session(await self._row(project, session_id)).info()
+        return session_of(await self._row(project, session_id)).info()
 
     async def check_here(self, project: str, session_id: str) -> None:
         """Raise `OwnedElsewhere` for an open session that another server has: only that one knows all of it."""
@@ -189,7 +193,7 @@ class Sessions:
         query = sa.select(sessions).where(sessions.c.project == project)
         query = query.order_by(sessions.c.created_at.desc(), sessions.c.id.desc())
         rows = await self._store.read(lambda connection: connection.execute(query).mappings().all())
-        return [self._live[row["id"]].info() if row["id"] in self._live else _session(row).info() for row in rows]
+        return [self._live[row["id"]].info() if row["id"] in self._live else session_of(row).info() for row in rows]
 
     async def live(self, project: str, session_id: str) -> Session:
         """The session with its queue; loads it, and starts its replay, on first use.
@@ -203,8 +207,37 @@ class Sessions:
                 session = self._live.get(session_id) or await self._load(project, session_id)
         if session.project != project:
             raise unknown_session(session_id)
-        session.used_at = time.time()
+        self.touch([session_id])
         return session
+
+    def touch(self, session_ids: Iterable[str]) -> None:
+        """These are in use, whoever has them: the time that they may be idle begins anew."""
+        now = time.time()
+        for session_id in session_ids:
+            live, noted = self._live.get(session_id), self._noted.get(session_id, 0.0)
+            if live is not None:
+                live.used_at = now
+            if now - noted >= _NOTED_SECONDS:
+                self._noted[session_id] = now
+                self._noted.move_to_end(session_id)
+                used = sa.update(sessions).where(sessions.c.id == session_id, sessions.c.used_at < now)
+                self._store.write_lazily(lambda connection, used=used: connection.execute(used.values(used_at=now)))
+        while len(self._noted) > _MAX_NOTED:
+            self._noted.popitem(last=False)
+
+    async def unused(self, since: float) -> list[Session]:
+        """Sessions of this server, with their queues, that nobody has used since then and that have nothing to do."""
+        query = sa.select(sessions.c.project, sessions.c.id).where(sessions.c.state != "closed")
+        query = query.where(sessions.c.owner == self._lease.server, sessions.c.used_at < since)
+        found: list[Session] = []
+        for row in await self._store.read(lambda connection: connection.execute(query).all()):
+            session = self._live.get(row.id)
+            if session is None:
+                async with self._loading:
+                    session = self._live.get(row.id) or await self._load(row.project, row.id)
+            if session.used_at < since and not session.num_new and not session.completions:
+                found.append(session)
+        return found
 
     async def load_unfinished(self) -> None:
         """Take up every session of this server that has queued operations."""
@@ -292,7 +325,7 @@ class Sessions:
         if row["state"] == "closed":
             raise SessionClosed(f"session {session_id} is closed", details={"session_id": session_id})
         await self._lease.check(row["owner"])
-        session = _session(row)
+        session = session_of(row)
         for operation in await self._recovery.queue(session):
             self.expect(session, operation.id, operation.seq)
         self._live[session_id] = session
@@ -309,89 +342,6 @@ class Sessions:
         if row is None:
             raise unknown_session(session_id)
         return row
-
-
-def _insert(connection: sa.Connection, values: dict[str, Any], limits: Limits) -> tuple[str, int, bool]:
-    mine = sessions.c.project == values["project"]
-    if values["idempotency_key"] is not None:
-        same = sa.select(sessions.c.id, sessions.c.epoch, sessions.c.request_hash).where(
-            mine, sessions.c.idempotency_key == values["idempotency_key"]
-        )
-        old = connection.execute(same).one_or_none()
-        if old is not None:
-            if old.request_hash != values["request_hash"]:
-                raise SequenceConflict("this idempotency key made a session with other parameters")
-            return old.id, old.epoch, False
-    running = sa.select(sa.func.count()).where(mine, sessions.c.state == "running")
-    count = connection.execute(running).scalar_one()
-    bound = limits.max_live_sessions
-    if count >= bound:
-        raise LimitExceeded(
-            f"the project has {count} live sessions, the limit max_live_sessions = {bound}; close some",
-            details={"limit": "max_live_sessions", "bound": bound, "value": count},
-        )
-    connection.execute(sa.insert(sessions).values(**values))
-    return values["id"], values["epoch"], True
-
-
-def _session(row: Any) -> Session:
-    return Session(
-        id=row["id"],
-        project=row["project"],
-        kind=row["kind"],
-        base_model=row["base_model"],
-        base_identity=row["base_identity"],
-        dtype=row.get("dtype"),
-        lora=None if row["lora"] is None else LoraConfig.from_wire(row["lora"]),
-        on_failure=row["on_failure"],
-        gap_timeout=row["gap_timeout"],
-        state=row["state"],
-        epoch=row["epoch"],
-        created_at=row["created_at"],
-        name=row["name"],
-        tags=tuple(row["tags"]),
-        metadata=row["metadata"],
-        from_checkpoint=row["from_checkpoint"],
-        with_optimizer=row["with_optimizer"],
-        step=row["step"],
-        progress=row["progress"],
-        next_run=row["next_seq"],
-        used_at=row["used_at"],
-    )
-
-
-def _check(request: CreateSession) -> None:
-    check_gap_timeout(request.gap_timeout)
-    LIMITS.check("max_name_length", len(request.name), "name")
-    LIMITS.check("max_tags", len(request.tags), "tags")
-    for tag in request.tags:
-        LIMITS.check("max_name_length", len(tag), "tag")
-    try:
-        size = len(json.dumps(dict(request.metadata)))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"metadata: not JSON: {error}", details={"key": "metadata"}) from None
-    LIMITS.check("max_metadata_bytes", size, "metadata")
-    if request.with_optimizer and request.from_checkpoint is None:
-        raise InvalidRequest("with_optimizer needs from_checkpoint", details={"key": "with_optimizer"})
-    if request.kind == "sampler" and (request.lora is not None or request.from_checkpoint is not None):
-        raise InvalidRequest("a sampler session trains nothing: it takes no lora and no from_checkpoint")
-
-
-def _hash(request: CreateSession) -> str:
-    lora = None if request.lora is None else request.lora.to_wire()
-    fields = [
-        request.base_model,
-        request.kind,
-        lora,
-        request.name,
-        list(request.tags),
-        dict(request.metadata),
-        request.on_failure,
-        request.gap_timeout,
-        request.from_checkpoint,
-        request.with_optimizer,
-    ]
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def unknown_session(session_id: str) -> NotFound:

@@ -10,19 +10,19 @@ from ..errors import NotFound
 from .log import OperationLog
 
 
-async def replayed(log: OperationLog, project: str, operation_id: str, after: int) -> list[dict[str, Any]]:
+async def replayed(log: OperationLog, project: str, operation_id: str) -> list[dict[str, Any]]:
     """All frames; one for each sequence, and the last.
 
     Raises:
-        NotFound: no such sample, or it is to be resumed in its middle.
+        NotFound: no such sample.
     """
     result = (await log.results(project, [operation_id])).get(operation_id)
     if result is None:
         raise NotFound(f"no sample {operation_id} in this project", details={"id": operation_id})
     if result.error is not None:
         return [{"error": result.error.to_wire()}]
-    if "sequences" not in result.value or after:
-        raise NotFound(f"the stream of {operation_id} is over; fetch its result")
+    if "sequences" not in result.value:
+        raise NotFound(f"{operation_id} is no sample", details={"id": operation_id})
     return list(_frames(result.value))
 
 

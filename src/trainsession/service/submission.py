@@ -98,11 +98,13 @@ class Submission:
         stored = await self._store.keep("body", packed)
         quote = None if body is None else self._quote(session, request.kind, body)
         accepted = await self._log.accept(session, request, stored, tokens, quote, error)
+        refused = accepted.error
         if not accepted.new:
             if stored.blob is not None:
                 await self._store.drop_blobs([stored.blob])
+            if refused is not None:
+                raise refused
             return accepted.operation_id, accepted.seq
-        refused = accepted.error
         session.pending[accepted.seq] = Operation(
             id=accepted.operation_id,
             seq=accepted.seq,
@@ -119,7 +121,6 @@ class Submission:
             self._sessions.expect(session, accepted.operation_id, accepted.seq)
         lane.wake()
         if refused is not None:
-            refused.details.setdefault("operation_id", accepted.operation_id)
             raise refused
         return accepted.operation_id, accepted.seq
 

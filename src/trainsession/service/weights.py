@@ -68,6 +68,7 @@ class WeightsResolver:
         self._sessions = sessions_
         self._outcomes = outcomes
         self._lane_of = lane_of
+        self._contexts: dict[str, int] = {}
 
     async def resolve(self, project: str, weights: Mapping[str, Any]) -> WeightsSource:
         """Raises `InvalidRequest`, `UnknownModel`, `NotFound` or `CheckpointMismatch`; `OwnedElsewhere` for a
@@ -159,10 +160,23 @@ class WeightsResolver:
             await self._replay(source)
         return handle, [await source.lane.pool.acquire(handle, weights) for _ in range(pins)]
 
+    async def context_length(self, source: WeightsSource) -> int | None:
+        """That of the model, from its engine or from its files; None where it has yet to be downloaded."""
+        if source.lane.info is not None:
+            return source.lane.info.context_length
+        model = source.lane.base_model
+        if model not in self._contexts:
+            found = await asyncio.to_thread(self._host.context_length, model)
+            if found is None:
+                return None
+            self._contexts[model] = found
+        return self._contexts[model]
+
     async def check_payers(self, project: str, session_ids: set[str]) -> None:
-        """Raise `NotFound` for a session that is not the project's."""
+        """Raise `NotFound` for a session that is not the project's; the others are in use."""
         for session_id in session_ids:
             await self._sessions.info(project, session_id)
+        self._sessions.touch(session_ids)
 
     async def _replay(self, source: WeightsSource) -> None:
         """After a restart, let the session's log freeze these weights again if they are not on disk."""

@@ -14,8 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import StorageError
+from ..errors import BlobsUnavailable, StorageError
 from .blobs import OWNER, Blob, Blobs, corrupt, is_name, new_name
+
+_AWAY = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EMFILE, errno.ENFILE})
+"""Of a network file system that is not there, and of a process with too many files open."""
 
 
 class LocalBlobs(Blobs):
@@ -31,6 +34,8 @@ class LocalBlobs(Blobs):
         self.name = root.name
         self._root = root
         self._lock = threading.Lock()
+        self._is_claimed = False
+        """It has been seen to say whose blobs these are: a directory that does not is the one below a mount."""
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -50,8 +55,9 @@ class LocalBlobs(Blobs):
                 os.close(descriptor)
             self._publish(aside, name)
         except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise _storage_error("cannot store a blob", error) from error
+            with suppress(OSError):
+                aside.unlink()
+            raise self._cannot("cannot store a blob", error) from error
         return Blob(name, hashlib.sha256(data).hexdigest(), len(data))
 
     def adopt(self, prefix: str, path: Path) -> Blob:
@@ -67,15 +73,16 @@ class LocalBlobs(Blobs):
                 size = os.fstat(file.fileno()).st_size
             self._publish(aside, name)
         except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise _storage_error("cannot store a file", error) from error
+            with suppress(OSError):
+                aside.unlink()
+            raise self._cannot("cannot store a file", error) from error
         return Blob(name, digest, size)
 
     def get(self, name: str, sha256: str) -> bytes:
         try:
             data = (self._root / name).read_bytes()
         except OSError as error:
-            raise _storage_error(f"cannot read blob {name}", error) from error
+            raise self._cannot(f"cannot read blob {name}", error) from error
         if hashlib.sha256(data).hexdigest() != sha256:
             raise corrupt(name)
         return data
@@ -91,7 +98,7 @@ class LocalBlobs(Blobs):
                 file.close()
                 raise
         except OSError as error:
-            raise _storage_error(f"cannot read blob {name}", error) from error
+            raise self._cannot(f"cannot read blob {name}", error) from error
         return file
 
     def delete(self, name: str) -> None:
@@ -104,23 +111,28 @@ class LocalBlobs(Blobs):
         """See `Blobs.older_than`; also what a process that was killed left aside. What is younger another server
         may be writing."""
         limit = time.time() - seconds
-        with os.scandir(self._root) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    is_ours = is_name(entry.name.removeprefix(".tmp-"))
-                    if is_ours and entry.stat().st_mtime < limit:
-                        yield entry.name
+        try:
+            with os.scandir(self._root) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        is_ours = is_name(entry.name.removeprefix(".tmp-"))
+                        if is_ours and entry.stat().st_mtime < limit:
+                            yield entry.name
+        except OSError as error:
+            raise self._cannot("cannot list the blobs", error) from error
 
     def has(self, name: str) -> bool:
         return (self._root / name).exists()
 
     def owner(self) -> str | None:
         try:
-            return (self._root / OWNER).read_text()
+            found = (self._root / OWNER).read_text()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise _storage_error("cannot read whose blobs these are", error) from error
+        self._is_claimed = True
+        return found
 
     def claim(self, database: str) -> None:
         aside = self._root / f"{OWNER}-{secrets.token_hex(16)}"
@@ -134,6 +146,13 @@ class LocalBlobs(Blobs):
                 aside.unlink()
         except OSError as error:
             raise _storage_error("cannot say whose blobs these are", error) from error
+
+    def _cannot(self, what: str, error: OSError) -> StorageError:
+        """What failed, and whether it may only be so now: a directory may be a mount, which comes and goes."""
+        is_there = (self._root / OWNER).exists() if self._is_claimed else self._root.exists()
+        if error.errno in _AWAY or (error.errno == errno.ENOENT and not is_there):
+            return BlobsUnavailable(f"{what}: the directory of blobs cannot be reached now ({error.strerror})")
+        return _storage_error(what, error)
 
     def _publish(self, source: Path, name: str) -> None:
         """Give a synced file its name, unless the name is taken."""

@@ -36,6 +36,9 @@ class AnnouncingHost:
     def resolve(self, base_model: str) -> str:
         return self._host.resolve(base_model)
 
+    def context_length(self, base_model: str) -> int | None:
+        return self._host.context_length(base_model)
+
     async def open(self, base_model: str) -> EngineHandle:
         handle: EngineHandle = await self._host.open(base_model)
         info = handle.info

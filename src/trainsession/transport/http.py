@@ -19,33 +19,31 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
-import tenacity
 
 from .._version import __version__
 from ..errors import (
     ConnectionFailed,
     IncompatibleVersion,
     InvalidRequest,
-    RateLimited,
     ServiceUnavailable,
     TrainSessionError,
     from_wire,
 )
 from ..wire import COMPRESS_ABOVE, MEDIA_TYPE, PROTOCOL_VERSION, VERSION_HEADER, compress, pack, unpack
+from .frames import OnceEach
+from .patience import GatewayError, Patience
 
 ATTEMPT_HEADER = "X-TrainSession-Attempt"
 DEFAULT_TIMEOUT = 60.0
 """Seconds to wait for an answer (a long poll asks for more than it polls)."""
-PATIENCE = 120.0
-"""Seconds that a service which answered before may be gone (restart, takeover) without an error."""
-FIRST_PATIENCE = 2.0
-"""The same before the first answer: a mistyped address should fail at once."""
 OFF_LOOP_ABOVE = 1 << 20
 """Bodies above this many bytes are compressed and decoded on a worker thread."""
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=30)
 WHOLE_ANSWER = "trainsession.whole"
 """Extension of httpx requests whose answer is read as a whole, not streamed."""
 _FRAME = struct.Struct("<I")
+_SIGN_SECONDS = 5.0
+"""A service that is there says so within these."""
 _GATEWAY_STATUS = frozenset({502, 503, 504})
 
 
@@ -99,7 +97,7 @@ class Transport:
             raise InvalidRequest("api_key: it has characters that no key has", details={"key": "api_key"})
         self.base_url = base_url.rstrip("/")
         self._compressed = compressed
-        self._answered = False
+        self._patience = Patience(None if connections is not None else f"{self.base_url} {uds or ''}")
         if connections is None and (uds is not None or url.hostname in ("127.0.0.1", "localhost", "::1")):
             # Given explicitly, so that a proxy of the environment is not asked for this machine.
             connections = _Local(uds, verify=url.scheme == "https")
@@ -145,6 +143,7 @@ class Transport:
         params: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         repeat_limited: bool = True,
+        held: bool = False,
     ) -> Any:
         """One call: its decoded answer, from JSON or msgpack (arrays are read-only views).
 
@@ -154,10 +153,11 @@ class Transport:
             params: Query parameters; None values are left out.
             timeout: Seconds to wait for the answer of one attempt, default 60.
             repeat_limited: Repeat what is refused as `RateLimited`; else the caller does.
+            held: The service may hold the answer back (a long poll).
 
         Raises:
             TrainSessionError: what the service answered, as the class that owns its code.
-            ConnectionFailed: nobody answered for `PATIENCE` seconds (`FIRST_PATIENCE` the first time).
+            ConnectionFailed: nobody answered for `PATIENCE` seconds (`FIRST_PATIENCE` where nobody ever did).
         """
         headers: dict[str, str] = {}
         content: bytes | None = None
@@ -183,32 +183,37 @@ class Transport:
             self._check(response.status_code, response.headers, response.content)
             return await _decode(response.headers, response.content)
 
-        return await self._with_retries(once, repeat_limited)
+        return await self._with_retries(once, repeat_limited, held)
 
-    async def stream(self, path: str, params: Mapping[str, Any] | None = None) -> AsyncIterator[dict[str, Any]]:
-        """The frames of a stream as they arrive; ends with the frame that has ``done``.
+    async def stream(self, path: str) -> AsyncIterator[dict[str, Any]]:
+        """The frames of a stream as they arrive, each token once; ends with the frame that has ``done``.
 
-        A broken connection is resumed after the last frame received.
+        After a broken connection it is read anew, and what was handed on is left out.
 
         Raises:
             TrainSessionError: the stream's ``error`` frame.
+            EngineLost: read anew it is another one (outside exact mode samples may be).
         """
-        received = 0
-        deadline = time.monotonic() + PATIENCE
+        once = OnceEach()
+        since = time.monotonic()
         while True:
+            once.begin()
             try:
-                async for frame in self._frames(path, {**(params or {}), "after": received}):
-                    received += 1
-                    deadline = time.monotonic() + PATIENCE
+                async for frame in self._frames(path):
                     if "error" in frame:
                         raise from_wire(frame["error"])
-                    yield frame
                     if frame.get("done"):
+                        yield frame
                         return
+                    if (rest := once.new(frame)) is not None:
+                        since = time.monotonic()
+                        yield rest
                 problem: Exception = httpx.RemoteProtocolError("the stream ended before its last frame")
             except (httpx.TransportError, ServiceUnavailable) as error:
                 problem = error
-            if time.monotonic() > deadline or not self._answered:
+                if isinstance(error, httpx.TransportError) and await self._is_there():
+                    since = time.monotonic()
+            if time.monotonic() > since + self._patience.seconds or not self._patience.is_reached:
                 raise _unreachable(self.base_url, problem) from problem
             await asyncio.sleep(0.2)
 
@@ -272,9 +277,9 @@ class Transport:
             raise
         return response
 
-    async def _frames(self, path: str, params: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _frames(self, path: str) -> AsyncIterator[dict[str, Any]]:
         buffer = bytearray()
-        async with self._client.stream("GET", path, params=_present(params), timeout=_timeout(None)) as response:
+        async with self._client.stream("GET", path, timeout=_timeout(None)) as response:
             await self._check_stream(response)
             async for chunk in response.aiter_raw():
                 buffer += chunk
@@ -297,11 +302,11 @@ class Transport:
         version = headers.get(VERSION_HEADER)
         if version is None:
             if status in _GATEWAY_STATUS:
-                raise _GatewayError(f"{self.base_url} answered {status}")
+                raise GatewayError(f"{self.base_url} answered {status}")
             raise ConnectionFailed(
                 f"{self.base_url} answered {status}, but is no trainsession service (no {VERSION_HEADER} header)"
             )
-        self._answered = True
+        self._patience.answered()
         if not 200 <= status < 300:
             raise _error_of(status, headers, content)
         if version != str(PROTOCOL_VERSION):
@@ -309,43 +314,22 @@ class Transport:
                 f"the service speaks protocol {version}, this client {PROTOCOL_VERSION}; upgrade the older one"
             )
 
-    async def _with_retries(self, once: Callable[[int], Any], repeat_limited: bool = True) -> Any:
-        started = time.monotonic()
-
-        def is_retryable(error: BaseException) -> bool:
-            if isinstance(error, RateLimited) and not repeat_limited:
-                return False
-            if isinstance(error, (RateLimited, ServiceUnavailable)):
-                return not isinstance(error, ConnectionFailed) or isinstance(error, _GatewayError)
-            return isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
-
-        def is_over(state: tenacity.RetryCallState) -> bool:
-            return time.monotonic() - started > (PATIENCE if self._answered else FIRST_PATIENCE)
-
-        attempts = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(is_retryable), wait=_wait, stop=is_over, reraise=True
-        )
+    async def _is_there(self) -> bool:
+        """Whether the service gives a sign of life."""
+        extensions = {"timeout": httpx.Timeout(_SIGN_SECONDS).as_dict()}
+        url = _url(f"{self.base_url}/v1/health")
+        request = httpx.Request("GET", url, headers=self._headers, extensions=extensions)
         try:
-            async for attempt in attempts:
-                with attempt:
-                    return await once(attempt.retry_state.attempt_number)
+            response = await self._send(request)
+        except httpx.TransportError:
+            return False
+        return VERSION_HEADER in response.headers and response.is_success
+
+    async def _with_retries(self, once: Callable[[int], Any], repeat_limited: bool = True, held: bool = False) -> Any:
+        try:
+            return await self._patience.persist(once, repeat_limited, self._is_there if held else None)
         except httpx.TransportError as error:
             raise _unreachable(self.base_url, error) from error
-        raise AssertionError("tenacity ends with a result or an exception")
-
-
-_backoff = tenacity.wait_random_exponential(multiplier=0.05, max=5)
-
-
-class _GatewayError(ConnectionFailed):
-    """A proxy answered for a service that is away for the moment."""
-
-
-def _wait(state: tenacity.RetryCallState) -> float:
-    """Seconds until the next attempt: what the service asked for, else jittered backoff."""
-    error = state.outcome.exception() if state.outcome else None
-    asked = error.details.get("retry_after") if isinstance(error, TrainSessionError) else None
-    return min(float(asked), 60.0) if isinstance(asked, (int, float)) else _backoff(state)
 
 
 def _error_of(status: int, headers: httpx.Headers, content: bytes) -> TrainSessionError:

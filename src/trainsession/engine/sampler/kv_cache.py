@@ -81,12 +81,11 @@ class KVCache:
             blocks.index_copy_(2, targets, blocks.index_select(2, sources))
 
     def scrub(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that may hold NaN."""
-        if not blocks:
-            return
-        index = torch.tensor(blocks, device=self.device)
-        for layer in self._layers:
-            layer.view(2, self.num_kv_heads, self.num_blocks, -1).index_fill_(2, index, 0.0)
+        """Zero blocks that may hold NaN; takes no memory, of which there may be none left."""
+        for layer in self._layers if blocks else ():
+            whole = layer.view(2, self.num_kv_heads, self.num_blocks, -1)
+            for block in blocks:
+                whole[:, :, block].zero_()
 
 
 def default_num_blocks(model: LoadedModel, block_size: int) -> int:

@@ -355,7 +355,7 @@ class Sampler:
 
     def _scrub(self) -> None:
         self._cache.scrub(self._blocks.to_scrub)
-        self._blocks.to_scrub.clear()  # once they are: there may be no memory for it
+        self._blocks.to_scrub.clear()
 
     # --- weights ---------------------------------------------------------------------------
     def _version(self, weights: str | None, adapter: Adapter | None) -> int:

@@ -142,14 +142,13 @@ async def poll_results(request: Request, caller: CallerOf, service: ServiceOf) -
 @needs("sample")
 async def stream(
     operation_id: str,
-    query: Annotated[schemas.StreamQuery, Query()],
     request: Request,
     caller: CallerOf,
     service: ServiceOf,
 ) -> Response:
     """The tokens of a sample as they come, one msgpack frame an event."""
     note(request, [operation_id])
-    events = service.stream(caller.project, operation_id, query.after, caller.only)
+    events = service.stream(caller.project, operation_id, caller.only)
     # The first event decides whether this is an answer or an error with its own status.
     first = await while_connected(request, anext(events, None), lambda: ask_again(request))
     await ask_again(request)
@@ -169,7 +168,7 @@ async def _frames(
             yield _frame(event)
             event = await unless_closing(request, anext(events, None), lambda: ask_again(request))
     except ServiceUnavailable:
-        return  # no last frame: the client resumes where it is, here or at this service's successor
+        return  # no last frame: the client reads it anew, here or at this service's successor
     except Exception as error:
         yield _frame({"error": error_body(error, request.state.request_id)[1]})
 

@@ -1,14 +1,7 @@
-"""kill -9 of `trainsession serve`, alone or with its engine, at seeded random instants of a loop over HTTP.
-
-    python -m tests.faults.kill_service [--seed 0] [--count 20] [--model DIRECTORY]
-
-The server is started again at once on the same port and home. Checked against a loop without kills: every loss and
-logprob, the sampled tokens, the final state (bit for bit), the bill, and that the client never saw an error.
-"""
+"""`trainsession serve` as a process of its own, and a loop that a pipelining client runs against it."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import os
@@ -18,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +20,6 @@ import httpx
 import numpy as np
 
 import trainsession as ts
-from tests.faults.kill_engine import slower
 
 STEPS = 6
 
@@ -146,6 +137,8 @@ def loop(url: str, model: str, on_start: Callable[[], None] = lambda: None) -> d
                 params = ts.SamplingParams(max_tokens=12, seed=step)
                 samples = sampler.sample([5, 6, 7 + step], num_samples=3, sampling_params=params).result(120)
                 found["tokens"] += [sample.tokens for sample in samples.sequences]
+                pieces = list(sampler.stream([7, 6 + step], 2, params))
+                found["tokens"] += [[t for piece in pieces if piece.index == j for t in piece.tokens] for j in range(2)]
         path = trainer.save_state("last").result(120).path
         with tempfile.TemporaryDirectory() as directory:
             files = Path(service.download_checkpoint(path, directory)).rglob("*.safetensors")
@@ -153,53 +146,3 @@ def loop(url: str, model: str, on_start: Callable[[], None] = lambda: None) -> d
         usage = trainer.usage().total
         found["bill"] = (usage.prefill, usage.sample, usage.train, usage.cost)
     return found
-
-
-def trials(home: Path, model: str, seeds: list[int], say: Callable[[str], None] = print) -> int:
-    """Raises `AssertionError`, naming the seed, where a loop with kills came out otherwise. Returns the kills."""
-    kills, later = 0, list[float]()
-    with served(home) as server:
-        loop(server.url, model)
-        started = time.monotonic()
-        expected = loop(server.url, model)
-        seconds = time.monotonic() - started
-        assert expected["state"]
-        for seed in seeds:
-            draw = random.Random(seed)
-            delay, engine_too = draw.uniform(0, seconds), draw.random() < 0.5
-            timer = threading.Timer(delay, lambda both=engine_too: server.kill(engine_too=both))
-            began = time.monotonic()
-            try:
-                got = loop(server.url, model, timer.start)
-            except ts.TrainSessionError as error:
-                raise AssertionError(f"seed {seed}, killed at {delay:.2f} s: the client saw {error!r}") from error
-            timer.join()
-            later.append(max(0.0, time.monotonic() - began - seconds))
-            kills += 1
-            for name, value in expected.items():
-                assert got[name] == value, f"seed {seed}, killed at {delay:.2f} s: {name} differ"
-            say(f"seed {seed}: killed{' with its engine' if engine_too else ''} at {delay:.2f} s: equal")
-    say(slower(later))
-    return kills
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the first trial")
-    parser.add_argument("--count", type=int, default=20, help="trials")
-    parser.add_argument("--model", help="directory of a small model; default: a random two-layer one is made")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        model = arguments.model
-        if model is None:
-            from tests.conftest import TINY_MODELS, save_tiny_model
-
-            config_class, overrides = TINY_MODELS["llama"]
-            model = str(save_tiny_model(Path(directory) / "model", config_class, **overrides))
-        seeds = list(range(arguments.seed, arguments.seed + arguments.count))
-        kills = trials(Path(directory) / "home", model, seeds)
-    print(f"{kills} kills: losses, logprobs, samples, state and bill equal; 0 lost, 0 doubled")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,25 +7,14 @@ from hypothesis import strategies as st
 
 import trainsession as ts
 from cookbook.lib.data import completion_datum
-from cookbook.lib.policy import group_advantages, policy_datums
+from cookbook.lib.rl.advantages import Advantages, dr_grpo, grpo
+from cookbook.lib.rl.datums import policy_datums
 
 
-def test_advantages_are_rewards_less_their_mean():
-    np.testing.assert_allclose(group_advantages([1, 0, 0, 1, 0, 0, 0, 0]), [0.75, *[-0.25] * 2, 0.75, *[-0.25] * 4])
-
-
-def test_advantages_divided_by_the_standard_deviation():
-    rewards = np.array([0.2, 0.9, 0.4, 0.4])
-    expected = (rewards - rewards.mean()) / rewards.std()
-    np.testing.assert_allclose(group_advantages(rewards.tolist(), divide_by_std=True), expected)
-
-
-@pytest.mark.parametrize("divide_by_std", [False, True])
+@pytest.mark.parametrize("compare", [dr_grpo, grpo])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3])
-def test_equal_rewards_have_exactly_no_advantage(reward: float, divide_by_std: bool):
-    advantages = group_advantages([reward] * 7, divide_by_std=divide_by_std)
-    assert advantages.tolist() == [0.0] * 7
-    assert policy_datums([1, 2], [sample([3])] * 7, advantages) == []
+def test_equal_rewards_make_no_datum(reward: float, compare: Advantages):
+    assert policy_datums([1, 2], [sample([3])] * 7, compare([[reward] * 7])[0]) == []
 
 
 def sample(tokens: list[int], logprobs: list[float] | None = None) -> ts.SampledSequence:
@@ -52,7 +41,7 @@ def importance_sampling(datum: ts.Datum, policy: dict[int, float]) -> tuple[floa
 def test_merging_duplicates_changes_neither_loss_nor_gradient(group: list[tuple[list[int], float]]):
     prompt, policy = [7, 8, 9], {0: -0.3, 1: -1.4, 2: -2.2, 7: -1.0, 8: -1.1, 9: -1.2}
     samples = [sample(tokens) for tokens, _ in group]
-    advantages = group_advantages([reward for _, reward in group])
+    advantages = dr_grpo([[reward for _, reward in group]])[0]
     apart = [
         completion_datum(prompt, s.tokens, logprobs=s.logprobs, advantages=float(a))
         for s, a in zip(samples, advantages, strict=True)

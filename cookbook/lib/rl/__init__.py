@@ -1,0 +1,1 @@
+"""Reinforcement learning in parts that compose: environments, rollouts, advantages, datums, a pipeline."""

@@ -1,0 +1,104 @@
+"""Sampling while training: batches that are rolled out ahead, at most so many steps off policy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+
+import trainsession as ts
+
+from .env import Group
+from .rollouts import TrajectoryGroup
+
+RollOut = Callable[[ts.SamplingClient, Sequence[Group]], list[TrajectoryGroup]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step trains on.
+
+    Attributes:
+        step: The steps that were made before this one.
+        sampled_at: The same when its weights were frozen.
+        groups: What was rolled out.
+    """
+
+    step: int
+    sampled_at: int
+    groups: list[TrajectoryGroup]
+
+    @property
+    def staleness(self) -> int:
+        return self.step - self.sampled_at
+
+
+def batches(
+    trainer: ts.TrainingClient, problems: Iterable[Sequence[Group]], roll_out: RollOut, *, max_staleness: int = 0
+) -> Iterator[Batch]:
+    """A batch for each element of ``problems``; the body of the loop makes one step with it.
+
+        for batch in batches(trainer, problems, partial(rollout, params=params), max_staleness=1):
+            trainer.forward_backward(...)
+            trainer.optim_step(...)
+
+    While the body runs, the next ``max_staleness`` batches are being rolled out, with weights that were
+    frozen so many steps before theirs. 0 is on policy: nothing overlaps. 1 hides the time that slow rewards take
+    behind training, or training behind them; correct for it with a loss that has importance ratios.
+
+    Args:
+        trainer: Whose weights act; frozen once a step.
+        problems: Groups of each step, taken as they are needed.
+        roll_out: What makes trajectories of them.
+        max_staleness: Steps between the weights that acted and those that are trained, at most.
+    """
+    source = iter(problems)
+    waiting: deque[tuple[int, Future[list[TrajectoryGroup]]]] = deque()
+    # Not as a context manager: what is left when the loop is left early ends by itself.
+    pool = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="rollouts")
+    try:
+        step = 0
+        while True:
+            wanted = max_staleness + 1 - len(waiting)
+            fresh = list(islice(source, wanted))
+            if fresh:
+                sampler = trainer.save_weights_and_get_sampling_client()
+                waiting.extend((step, pool.submit(roll_out, sampler, groups)) for groups in fresh)
+            if not waiting:
+                return
+            sampled_at, future = waiting.popleft()
+            yield Batch(step, sampled_at, future.result())
+            step += 1
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def minibatches(arriving: Iterable[tuple[int, TrajectoryGroup]], size: int) -> Iterator[list[TrajectoryGroup]]:
+    """So many groups at a time, as they arrive from `rollouts.stream`; the last may be fewer.
+
+    Gradients of minibatches add up until the step, so a batch's first groups are trained on while its last
+    are still being sampled. Scale losses by what is known beforehand, not by the minibatch's own size.
+    """
+    source = iter(arriving)
+    while batch := [group for _, group in islice(source, size)]:
+        yield batch
+
+
+def informative(
+    roll_out: Callable[[Sequence[Group]], list[TrajectoryGroup]], problems: Iterator[Group], *, wanted: int, limit: int
+) -> list[TrajectoryGroup]:
+    """Groups whose rewards differ: dynamic sampling of DAPO (Yu et al. 2025, arXiv:2503.14476, 3.2).
+
+    Rolls out as many as are missing until there are enough, or ``limit`` groups were tried.
+    """
+    found: list[TrajectoryGroup] = []
+    tried = 0
+    while len(found) < wanted and tried < limit:
+        some = list(islice(problems, min(wanted - len(found), limit - tried)))
+        if not some:
+            break
+        tried += len(some)
+        found += [group for group in roll_out(some) if group.is_informative]
+    return found

@@ -1,0 +1,91 @@
+"""Operations that end without the engine: the queue steps over them, and ends what a refused one takes with it.
+
+Under ``on_failure="skip"`` a failure ends what waits behind it at the moment that it fails. Of one that was refused
+when it was submitted that is the moment that the queue reaches its number, so that what stands before it runs, and
+the order in which submits arrived makes no difference. The decision is one transaction with the session's
+advance past the number. So a restart, a replay or another server decides anew only what nobody was told yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import sqlalchemy as sa
+
+from ..errors import Cancelled, OperationSkipped, StorageError
+from ..store.schema import sessions
+from ..store.store import Store
+from .endings import Ending
+from .gaps import Gaps, unmark
+from .log import end
+from .outcomes import Outcomes
+from .requests import OperationResult
+from .runner import as_ours
+from .session import REPLAYED_KINDS, Operation, Session
+
+logger = logging.getLogger(__name__)
+
+
+class Passing:
+    """Of the sessions of one lane."""
+
+    def __init__(self, store: Store, outcomes: Outcomes) -> None:
+        self._store = store
+        self._outcomes = outcomes
+        self._gaps = Gaps(store, outcomes)
+
+    async def look_after(self, sessions_: Iterable[Session]) -> bool:
+        """Give up numbers that never came, and step over what ended. False: it cannot be written yet."""
+        written = True
+        for session in sessions_:
+            try:
+                await self._gaps.give_up(session)
+                await self.pass_ended(session)
+            except StorageError as error:
+                logger.warning("session %s waits for the disk: %s", session.id, error.message)
+                written = False
+            except Exception as error:  # of one session; the others of its lane go on
+                session.fatal = session.fatal or as_ours(error, session.id)
+        return written
+
+    async def pass_ended(self, session: Session) -> None:
+        """Step over operations that were refused, cancelled or skipped, or whose replay does nothing."""
+        passed = 0
+        while (operation := session.head) is not None:
+            if operation.error is not None:
+                if _ends_others(session, operation):
+                    await self._skip_behind(session, operation)
+                session.lacks(operation)
+            elif not (operation.replay and operation.kind not in REPLAYED_KINDS):
+                break
+            session.passed(operation)
+            passed += not operation.replay
+        if passed:
+            following = session.next_run
+            query = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
+            self._store.write_lazily(lambda connection: connection.execute(query.values(next_seq=following)))
+
+    async def _skip_behind(self, session: Session, refused: Operation) -> None:
+        # Marked before it is written, so that none of them is cancelled meanwhile.
+        skipped, following = session.skip_behind(refused), refused.seq + 1
+        advance = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
+
+        def write(connection: sa.Connection) -> None:
+            for operation in skipped:
+                end(connection, Ending(operation_id=operation.id, state="failed", error=operation.error))
+            connection.execute(advance.values(next_seq=following))
+
+        try:
+            await self._store.write(write)
+        except BaseException:
+            unmark(skipped)
+            raise
+        for operation in skipped:
+            self._outcomes.publish(OperationResult(operation.id, "failed", error=operation.error))
+
+
+def _ends_others(session: Session, operation: Operation) -> bool:
+    """Whether it is a failure that nothing was skipped for yet. What failed while it ran did that as it ended."""
+    is_failure = not isinstance(operation.error, Cancelled | OperationSkipped)
+    return is_failure and session.on_failure == "skip" and operation.seq >= session.decided_until

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainsession as ts
+from cookbook.lib.data import completion_datum
+from cookbook.lib.rl.env import Group, Step
+from cookbook.lib.rl.pipeline import batches, informative, minibatches
+from cookbook.lib.rl.rollouts import Trajectory, TrajectoryGroup, Turn, rollout, stream
+
+PARAMS = ts.SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+
+
+class Once:
+    def initial_prompt(self) -> list[int]:
+        return [7, 8, 9]
+
+    def step(self, action: ts.SampledSequence) -> Step:
+        return Step(float(action.tokens[0] % 2))
+
+
+@pytest.fixture
+def trainer(home: Path, tiny_model: Path) -> Iterator[ts.TrainingClient]:
+    with (
+        ts.ServiceClient() as service,
+        service.create_lora_training_client(str(tiny_model), rank=2, seed=0) as trainer,
+    ):
+        yield trainer
+
+
+def logprobs_of(batch_groups: Sequence[TrajectoryGroup]) -> list[float]:
+    return [float(value) for group in batch_groups for one in group.trajectories for value in one.logprobs]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_batches_are_of_the_weights_that_they_say(trainer: ts.TrainingClient, max_staleness: int):
+    """Each batch's logprobs are those of the weights after ``sampled_at`` steps, computed by themselves."""
+    frozen: list[ts.SamplingClient] = [trainer.save_weights_and_get_sampling_client()]
+    data = [completion_datum([7, 8], [9, 10, 11])]
+    problems = [[Group(Once, size=2)] for _ in range(5)]
+    seen: list[tuple[int, int]] = []
+    for batch in batches(trainer, problems, partial(rollout, params=PARAMS), max_staleness=max_staleness):
+        seen.append((batch.step, batch.staleness))
+        for group in batch.groups:
+            for one in group.trajectories:
+                again = frozen[batch.sampled_at].compute_logprobs(one.tokens).result()
+                np.testing.assert_allclose(one.logprobs[3:], np.array(again[3:], dtype=np.float64), atol=1e-5)
+        trainer.forward_backward(data, "cross_entropy")
+        trainer.optim_step(ts.AdamParams(learning_rate=0.05))
+        frozen.append(trainer.save_weights_and_get_sampling_client())
+    assert seen == [(step, min(step, max_staleness)) for step in range(5)]
+
+
+def test_the_next_batch_is_rolled_out_while_the_body_runs(trainer: ts.TrainingClient):
+    running = [threading.Event() for _ in range(3)]
+    count = itertools.count()
+
+    def roll_out(_sampler: ts.SamplingClient, _groups: Sequence[Group]) -> list[TrajectoryGroup]:
+        running[next(count)].set()
+        return []
+
+    for batch in batches(trainer, [[], [], []], roll_out, max_staleness=1):
+        if batch.step < 2:
+            assert running[batch.step + 1].wait(20), "the next one began without waiting for this step"
+        else:
+            assert all(event.is_set() for event in running)
+
+
+def test_what_a_rollout_raises_is_raised_where_its_batch_is_due(trainer: ts.TrainingClient):
+    def roll_out(_sampler: ts.SamplingClient, groups: Sequence[Group]) -> list[TrajectoryGroup]:
+        if not groups:
+            raise RuntimeError("nothing to do")
+        return []
+
+    steps = batches(trainer, [[Group(Once, 1)], []], roll_out, max_staleness=1)
+    assert next(steps).step == 0
+    with pytest.raises(RuntimeError, match="nothing to do"):
+        next(steps)
+
+
+def test_minibatches_add_up_to_the_batch(trainer: ts.TrainingClient):
+    groups = [Group(Once, size=2) for _ in range(5)]
+    parts = list(minibatches(stream(trainer.base_sampling_client(), groups, params=PARAMS), 2))
+    assert [len(part) for part in parts] == [2, 2, 1]
+    together = rollout(trainer.base_sampling_client(), groups, params=PARAMS)
+    assert sorted(logprobs_of(list(itertools.chain(*parts)))) == sorted(logprobs_of(together))
+
+
+def rewarded(*rewards: float) -> TrajectoryGroup:
+    action = ts.SampledSequence([1], [-1.0], "stop")
+    return TrajectoryGroup("", [Trajectory([Turn([2], action, Step(reward))]) for reward in rewards])
+
+
+def test_dynamic_sampling_draws_until_enough_groups_differ():
+    tried: list[int] = []
+
+    def roll_out(groups: Sequence[Group]) -> list[TrajectoryGroup]:
+        tried.append(len(groups))
+        return [rewarded(0, 1) if int(group.name) % 3 == 0 else rewarded(1, 1) for group in groups]
+
+    problems = (Group(Once, 2, name=str(number)) for number in itertools.count())
+    assert len(informative(roll_out, problems, wanted=4, limit=100)) == 4
+    assert sum(tried) <= 12
+    tried.clear()
+    assert len(informative(roll_out, (Group(Once, 2, name="1") for _ in itertools.count()), wanted=4, limit=9)) == 0
+    assert sum(tried) == 9
+    assert len(informative(roll_out, iter([Group(Once, 2, name="3")]), wanted=4, limit=9)) == 1
