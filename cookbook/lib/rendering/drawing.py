@@ -15,6 +15,10 @@ _COLOURS: dict[Kind, str] = {"given": "\x1b[2m", "learned": "\x1b[30;42m", "stra
 _MARKS: dict[Kind, tuple[str, str]] = {"given": ("", ""), "learned": ("⟦", "⟧"), "straddling": ("⟪", "⟫")}
 _FILLS: dict[Kind, str] = {"given": "#eeeeee", "learned": "#a6e3a1", "straddling": "#f38ba8"}
 
+_FONT_SIZE = 9.5
+_CHARACTER_WIDTH = 1233 / 2048
+"""Of DejaVu Sans Mono, which matplotlib brings, in font sizes."""
+
 
 def runs(rendered: Rendered) -> list[tuple[Kind, list[str]]]:
     """Runs of tokens of one kind, each token as text.
@@ -66,25 +70,32 @@ def as_html(rendered: Rendered) -> str:
 def save_mask(rendered: Rendered, path: str | Path, *, columns: int = 88) -> None:
     """Draw the tokens as boxes, in lines of about ``columns`` characters, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
 
-    placed: list[tuple[int, int, Kind, str]] = []
-    row = column = 0
+    lines = [""]
+    boxes: list[list[tuple[float, float]]] = []
+    fills: list[str] = []
     for kind, texts in runs(rendered):
         for text in texts:
             shown = text.replace("\n", "↵")
-            if column and column + len(shown) > columns:
-                row, column = row + 1, 0
-            placed.append((row, column, kind, shown))
-            column += len(shown)
+            if lines[-1] and len(lines[-1]) + len(shown) > columns:
+                lines.append("")
+            left, right, top = len(lines[-1]), len(lines[-1]) + len(shown), len(lines) - 0.95
+            boxes.append([(left, top), (right, top), (right, top + 0.9), (left, top + 0.9)])
+            fills.append(_FILLS[kind])
+            lines[-1] += shown
             if text.endswith("\n"):
-                row, column = row + 1, 0
-    figure = Figure(figsize=(columns * 0.085 + 0.2, (row + 1) * 0.2 + 0.2))
+                lines.append("")
+    width = max(columns, *map(len, lines)) + 2
+    # A column is as wide as a character, so a line is one text; a text for each token takes seconds.
+    figure = Figure(figsize=(width * _CHARACTER_WIDTH * _FONT_SIZE / 72, (len(lines) + 1) * 0.2))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set(xlim=(-1, columns + 1), ylim=(row + 1.5, -0.5))
+    axes.set(xlim=(-1, width - 1), ylim=(len(lines) + 0.5, -0.5))
     axes.set_axis_off()
-    for at, left, kind, shown in placed:
-        axes.barh(at + 0.5, len(shown), left=left, height=0.9, color=_FILLS[kind], edgecolor="white", linewidth=0.8)
+    axes.add_collection(PolyCollection(boxes, facecolors=fills, edgecolors="white", linewidths=0.8))
+    for row, line in enumerate(lines):
         # A dollar would begin a formula.
-        axes.text(left, at + 0.5, shown.replace("$", r"\$"), family="monospace", fontsize=9.5, va="center_baseline")
+        shown, font = line.replace("$", r"\$"), {"family": "DejaVu Sans Mono", "fontsize": _FONT_SIZE}
+        axes.text(0, row + 0.5, shown, va="center_baseline", **font)
     FigureCanvasAgg(figure).print_png(Path(path))
