@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -78,7 +79,7 @@ def save_mask(rendered: Rendered, path: str | Path, *, columns: int = 88) -> Non
     fills: list[str] = []
     for kind, texts in runs(rendered):
         for text in texts:
-            shown = text.replace("\n", "↵")
+            shown = text.replace("\n", "↵").replace("\t", "→")
             if lines[-1] and len(lines[-1]) + len(shown) > columns:
                 lines.append("")
             left, right, top = len(lines[-1]), len(lines[-1]) + len(shown), len(lines) - 0.95
@@ -98,4 +99,6 @@ def save_mask(rendered: Rendered, path: str | Path, *, columns: int = 88) -> Non
         # A dollar would begin a formula.
         shown, font = line.replace("$", r"\$"), {"family": "DejaVu Sans Mono", "fontsize": _FONT_SIZE}
         axes.text(0, row + 0.5, shown, va="center_baseline", **font)
-    FigureCanvasAgg(figure).print_png(Path(path))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box
+        FigureCanvasAgg(figure).print_png(Path(path))

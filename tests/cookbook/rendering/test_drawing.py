@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import trainsession as ts
 from cookbook.lib.rendering import Rendered, Renderer, save_mask
+from cookbook.lib.rendering.drawing import _FILLS
 
 CHAT = [{"role": "user", "content": "2 < $3$? 👋🏽"}, {"role": "assistant", "content": "\nyes 👋🏽"}]
 
@@ -44,9 +46,17 @@ def test_html_escapes_and_names_each_token(rendered: Rendered) -> None:
     assert "<|im" not in html
 
 
-def test_png(family: Callable[[str], ts.Tokenizer], tmp_path: Path) -> None:
+def test_png(rendered: Rendered, tmp_path: Path) -> None:
+    """Boxes of the three colours, where matplotlib's own reader finds them; no warning for a missing emoji."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: cookbook)")
-    chat = [{"role": "user", "content": "2 < $3$?"}, {"role": "assistant", "content": "\nyes"}]  # no emoji in its font
-    rendered = Renderer(family("smollm2")).render(chat)
-    save_mask(rendered, tmp_path / "mask.png", columns=40)
-    assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
+    from matplotlib.image import imread
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_mask(rendered, tmp_path / "mask.png", columns=40)
+    pixels = (imread(tmp_path / "mask.png")[..., :3] * 255).round().astype(int)
+    shown = {
+        kind: (pixels == [int(fill[at : at + 2], 16) for at in (1, 3, 5)]).all(-1).sum()
+        for kind, fill in _FILLS.items()
+    }
+    assert shown["given"] > shown["learned"] > shown["straddling"] > 50
