@@ -19,12 +19,14 @@ from itertools import combinations_with_replacement
 import trainsession as ts
 
 from .lib.config import BaseConfig, UsageError, command_line, option
-from .lib.data import Problem, read_jsonl
+from .lib.data import Problem
 from .lib.estimates import paired
 from .lib.evaluate import Accuracy, accuracy
+from .lib.formats import answered
 from .lib.plot import save_curve
 from .lib.rl.advantages import dr_grpo
 from .lib.rl.datums import policy_datums
+from .lib.rows import read_rows
 from .lib.run import Run
 from .lib.schedule import cosine
 
@@ -63,7 +65,7 @@ def problem(a: int, b: int) -> Problem:
 
 def problems_of_file(path: str, held_out: int, seed: int) -> tuple[list[Problem], list[Problem]]:
     """The same split of a file's rows; of several rows with one prompt the first is taken."""
-    rows = {row["prompt"]: Problem(row["prompt"], str(row["answer"])) for row in reversed(read_jsonl(path))}
+    rows = {problem.prompt: problem for problem in map(answered, reversed(read_rows(path)))}
     problems = sorted(rows.values(), key=lambda item: item.prompt)
     random.Random(f"rows {seed}").shuffle(problems)
     if len(problems) <= held_out:

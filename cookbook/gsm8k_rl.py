@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import trainsession as ts
 
 from .lib.config import BaseConfig, command_line, one_of, option
-from .lib.conversations import Example, tokens_of_example
-from .lib.data import completion_datum, scaled, weight_sum
+from .lib.conversations import text_sequence
+from .lib.data import scaled, weight_sum
 from .lib.estimates import paired
 from .lib.evaluate import Accuracy, accuracy
 from .lib.gsm8k import Question, load, reward
@@ -55,7 +55,7 @@ def warm_start(
         while len(queue) < config.sft_batch:
             queue += rng.sample(questions, len(questions))
         batch, queue = queue[: config.sft_batch], queue[config.sft_batch :]
-        datums = [completion_datum(*tokens_of_example(tokenizer, Example(q.prompt, q.rationale))) for q in batch]
+        datums = [text_sequence(tokenizer, q.prompt, q.rationale).datum() for q in batch]
         loss = trainer.forward_backward(scaled(datums, "weights", 1 / weight_sum(datums)), "cross_entropy")
         rate = config.sft_learning_rate * cosine(step, config.sft_steps, warmup=min(20, config.sft_steps // 5))
         update = trainer.optim_step(ts.AdamParams(learning_rate=rate, grad_clip_norm=1.0))

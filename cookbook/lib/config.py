@@ -24,6 +24,8 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 C = TypeVar("C", bound="BaseConfig")
 T = TypeVar("T")
+_OF_THE_SESSION = (ts.NotFound, ts.SessionClosed)
+"""What a run that cannot be resumed here meets: another service's session, or one that has ended."""
 
 
 class UsageError(ValueError):
@@ -60,6 +62,14 @@ class BaseConfig:
     out: str | None = option(None, "directory of this run's files; default: runs/<recipe>-<time>")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResumableConfig(BaseConfig):
+    """The settings of a recipe that goes on where it was stopped (`Run.open`)."""
+
+    resume: str | None = option(None, "directory of an unfinished run: go on with it, all other settings are its own")
+    smoke: bool = option(False, "a run of seconds with few small steps, on sums where no --data is given")
+
+
 def command_line(
     main: Callable[[C], object],
     config: type[C],
@@ -74,7 +84,7 @@ def command_line(
     settings = parse(config, f"python -m cookbook.{recipe}", description, argv)
     try:
         main(settings)
-    except (UsageError, FileNotFoundError, ts.InvalidRequest, ts.ConnectionFailed) as error:
+    except (UsageError, FileNotFoundError, ts.InvalidRequest, ts.ConnectionFailed, *_OF_THE_SESSION) as error:
         raise SystemExit(f"{recipe}: {error}") from None
 
 

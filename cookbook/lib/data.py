@@ -1,18 +1,14 @@
-"""Rows, problems and datums."""
+"""Problems and datums."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import trainsession as ts
-
-from .config import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +17,6 @@ class Problem:
 
     prompt: str
     answer: str
-
-
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file; blank lines are skipped.
-
-    Raises:
-        UsageError: a line that is not a JSON object; names the file and the line.
-    """
-    rows: list[dict[str, Any]] = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UsageError(f"{path}, line {number}: not valid JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise UsageError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
-            rows.append(row)
-    return rows
 
 
 def completion_datum(
@@ -66,6 +41,17 @@ def completion_datum(
         array = np.zeros(len(tokens) - 1, dtype=np.float32)
         array[len(prompt) - 1 :] = values
         inputs[name] = array
+    return ts.Datum(ts.ModelInput.from_ints(tokens[:-1]), inputs)
+
+
+def sequence_datum(tokens: Sequence[int], weights: Sequence[float]) -> ts.Datum:
+    """The datum of N tokens, of which those are learned that have a weight.
+
+    Args:
+        tokens: N >= 2 token ids.
+        weights: N; that of token ``i + 1`` stands at position ``i``, which predicts it.
+    """
+    inputs = {"target_tokens": np.asarray(tokens[1:], dtype=np.int64), "weights": np.asarray(weights[1:], np.float32)}
     return ts.Datum(ts.ModelInput.from_ints(tokens[:-1]), inputs)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
-from .config import UsageError
-from .data import Problem, read_jsonl
+from . import formats
+from .data import Problem
+from .rows import Row, read_rows
 
-HUB_NAME = "openai/gsm8k"
+HUB_NAME = "openai/gsm8k:main"
 FINAL_ANSWER = re.compile(r"####\s*(\S+)")
 NUMBER = re.compile(r"(-?\$?[\d,]*\.?\d+%?)[.,]?(?:[A-Za-z<].*)?")
 """A number, and the words that a model may run on into where it does not end its turn."""
@@ -35,48 +34,33 @@ class Question:
         return self.problem.answer
 
 
-def question_of_row(row: Mapping[str, str]) -> Question:
+def question_of_row(row: Row) -> Question:
     """From a row of the data set: ``question``, and an ``answer`` that ends with ``#### N``.
 
     Raises:
-        UsageError: no final answer.
+        UsageError: no final answer; names the row.
     """
-    found = FINAL_ANSWER.search(row["answer"])
+    asked = formats.answered(row)
+    found = FINAL_ANSWER.search(asked.answer)
     if found is None:
-        raise UsageError(f"no `#### N` in the answer {row['answer']!r}")
-    problem = Problem(f"Question: {row['question']}\nAnswer:", found.group(1))
-    return Question(problem, " " + CALCULATOR_MARK.sub("", row["answer"]))
+        raise row.error(f"no `#### N` in the answer {asked.answer!r:.60}")
+    problem = Problem(f"Question: {asked.prompt}\nAnswer:", found.group(1))
+    return Question(problem, " " + CALCULATOR_MARK.sub("", asked.answer))
 
 
 def load(path: str | None) -> tuple[list[Question], list[Question]]:
     """Training and test questions.
 
     Args:
-        path: A directory with ``train.jsonl`` and ``test.jsonl``; None loads the public data set
-            by name, which needs the package ``datasets`` and the Hugging Face hub (or its cache).
+        path: A directory with ``train.jsonl`` and ``test.jsonl``, or a data set of the hub; None is
+            the public one, which needs the package ``datasets`` and the Hugging Face hub (or its cache).
 
     Raises:
         FileNotFoundError: a file is missing.
-        UsageError: the public data set cannot be had here; says what to do.
+        UsageError: the data set cannot be had here, or a row is wrong; says what to do.
     """
-    if path is None:
-        train, test = _hub_rows()
-    else:
-        train, test = (read_jsonl(Path(path) / f"{name}.jsonl") for name in ("train", "test"))
-    return [question_of_row(row) for row in train], [question_of_row(row) for row in test]
-
-
-def _hub_rows() -> list[Sequence[Mapping[str, str]]]:
-    instead = "or pass --data, a directory with train.jsonl and test.jsonl of github.com/openai/grade-school-math"
-    try:
-        from datasets import load_dataset  # type: ignore[import-not-found]
-    except ImportError:
-        raise UsageError(f"{HUB_NAME} is loaded with `pip install datasets`; install it, {instead}") from None
-    try:
-        splits = load_dataset(HUB_NAME, "main")
-    except OSError as error:  # ConnectionError, and what the hub raises for a missing file
-        raise UsageError(f"{HUB_NAME} could not be loaded ({error}); see to the connection, {instead}") from error
-    return [list(splits["train"]), list(splits["test"])]
+    train, test = ([question_of_row(row) for row in read_rows(path or HUB_NAME, split)] for split in ("train", "test"))
+    return train, test
 
 
 def reward(text: str, answer: str) -> float:

@@ -2,6 +2,7 @@
 
 runs/arithmetic_rl-20250101-120000/
     config.json      every setting
+    session.txt      which session trains, for `--resume`
     metrics.jsonl    a row per step, then one per evaluation
     curve.png        written by the recipe
     summary.txt      what `finish` printed
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import trainsession as ts
 
-from .config import BaseConfig, UsageError
+from .config import BaseConfig, ResumableConfig, UsageError
+
+R = TypeVar("R", bound=ResumableConfig)
 
 
 class Run:
@@ -27,21 +30,64 @@ class Run:
     Args:
         recipe: Its name, for the default directory.
         config: Written to ``config.json``.
+        resumed: Go on with the run that is in ``config.out``.
 
     Raises:
         UsageError: ``config.out`` already holds a run; nothing is overwritten.
     """
 
-    def __init__(self, recipe: str, config: BaseConfig) -> None:
+    def __init__(self, recipe: str, config: BaseConfig, *, resumed: bool = False) -> None:
         self.recipe = recipe
         self.config = config
+        self.resumed = resumed
         self.directory = Path(config.out or f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
         self.started = time.monotonic()
         self._metrics = self.directory / "metrics.jsonl"
+        self._session = self.directory / "session.txt"
+        if resumed:
+            return
         if self._metrics.exists():
             raise UsageError(f"{self.directory} already holds a run; pass another --out")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+
+    @classmethod
+    def open(cls, recipe: str, config: R, smoke_sized: Callable[[R], R]) -> tuple[Self, R]:
+        """A new run, or the one that ``config.resume`` names; and its settings.
+
+        Raises:
+            UsageError: there is no unfinished run in that directory.
+        """
+        if config.resume is None:
+            config = smoke_sized(config) if config.smoke else config
+            return cls(recipe, config), config
+        directory = Path(config.resume)
+        if not (directory / "session.txt").is_file():
+            raise UsageError(f"{directory} holds no run that has begun")
+        if (directory / "summary.txt").exists():
+            raise UsageError(f"the run in {directory} is finished")
+        settings = json.loads((directory / "config.json").read_text())
+        config = type(config)(**{**settings, "out": str(directory)})
+        return cls(recipe, config, resumed=True), config
+
+    def trainer(self, service: ts.ServiceClient, rank: int) -> ts.TrainingClient:
+        """A new session, or that of the resumed run as its last finished step left it.
+
+        Whatever was submitted behind that step is dropped: the recipe submits it again.
+        """
+        if self.resumed:
+            trainer = service.attach(self._session.read_text())
+            trainer.zero_grad()
+            return trainer
+        config = self.config
+        trainer = service.create_lora_training_client(config.model, rank=rank, alpha=32, seed=config.seed)
+        self._session.write_text(trainer.session_id)
+        return trainer
+
+    def logged(self, phase: str) -> list[dict[str, Any]]:
+        """The rows of a phase so far."""
+        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+        return [row for row in map(json.loads, lines) if row["phase"] == phase]
 
     def log(self, phase: str, step: int, metrics: Mapping[str, float], more: Mapping[str, float] | None = None) -> None:
         """Append a row to ``metrics.jsonl``, and print it without ``more`` on one line."""

@@ -87,7 +87,7 @@ from .types import (
 )
 
 if TYPE_CHECKING:
-    from .tokenization import Tokenizer
+    from .tokenization import RenderedChat, Tokenizer
 
 __all__ = [
     "LIMITS",
@@ -128,6 +128,7 @@ __all__ = [
     "PermissionDenied",
     "PromptTooLong",
     "RateLimited",
+    "RenderedChat",
     "RequestTimeout",
     "ResultTimeout",
     "SampleDelta",
@@ -161,14 +162,17 @@ __all__ = [
 ]
 
 
+_OF_TOKENIZATION = ("RenderedChat", "Tokenizer")
+
+
 def __getattr__(name: str) -> object:
     """`Tokenizer` on first use: it alone would double the time that the import takes."""
-    if name == "Tokenizer":
-        from .tokenization import Tokenizer
+    if name in _OF_TOKENIZATION:
+        from . import tokenization
 
-        return Tokenizer
+        return getattr(tokenization, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "Tokenizer"])
+    return sorted([*globals(), *_OF_TOKENIZATION])

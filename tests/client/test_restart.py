@@ -13,8 +13,8 @@ import torch
 import trainsession as ts
 from bench.null_engine import MODEL, NullHost
 from tests.client.conftest import serving
-from trainsession.client import connection
 from tests.proxy import Proxy
+from trainsession.client import connection
 from trainsession.transport import patience
 
 

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import trainsession as ts
-from cookbook.lib.config import UsageError
-from cookbook.lib.data import completion_datum, read_jsonl, scaled, weight_sum
+from cookbook.lib.data import completion_datum, scaled, sequence_datum, weight_sum
 
 
 def test_completion_datum_predicts_the_next_token_and_weighs_the_completion_only():
@@ -49,13 +46,8 @@ def test_scaled_changes_one_input_of_new_datums():
     assert isinstance(half, ts.Datum)
 
 
-def test_read_jsonl_names_the_line(tmp_path: Path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n\n{"a": 2}\n')
-    assert read_jsonl(path) == [{"a": 1}, {"a": 2}]
-    path.write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(UsageError, match="line 2: not valid JSON"):
-        read_jsonl(path)
-    path.write_text("[1]\n")
-    with pytest.raises(UsageError, match="line 1: expected a JSON object, got list"):
-        read_jsonl(path)
+def test_sequence_datum_gives_each_prediction_the_weight_of_its_token():
+    datum = sequence_datum([10, 11, 12, 13], [0.0, 1.0, 0.0, 0.5])
+    assert datum.model_input.to_ints() == [10, 11, 12]
+    assert datum.loss_fn_inputs["target_tokens"].tolist() == [11, 12, 13]
+    assert datum.loss_fn_inputs["weights"].tolist() == [1, 0, 0.5]

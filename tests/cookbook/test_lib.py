@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import trainsession as ts
-from cookbook import arithmetic_rl, gsm8k_rl, sft
+from cookbook import arithmetic_rl, chat_sl, gsm8k_rl, preference
 from cookbook.lib.config import BaseConfig, UsageError, command_line, option, parse
 from cookbook.lib.estimates import Proportion
 from cookbook.lib.plot import running_mean, save_curve
@@ -51,7 +51,7 @@ def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]):
     assert "--lr" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recipe", [arithmetic_rl, gsm8k_rl, sft])
+@pytest.mark.parametrize("recipe", [arithmetic_rl, chat_sl, gsm8k_rl, preference])
 def test_every_recipe_has_the_common_flags(recipe, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
         command_line(recipe.main, recipe.Config, "recipe", recipe.__doc__, ["--help"])
@@ -61,8 +61,8 @@ def test_every_recipe_has_the_common_flags(recipe, capsys: pytest.CaptureFixture
 
 
 def test_an_error_of_the_caller_is_one_line(tmp_path: Path):
-    with pytest.raises(SystemExit, match=r"^sft: sft needs --data"):
-        command_line(sft.main, sft.Config, "sft", sft.__doc__, ["--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^chat_sl: needs --data"):
+        command_line(chat_sl.main, chat_sl.Config, "chat_sl", chat_sl.__doc__, ["--out", str(tmp_path)])
 
 
 def test_run_writes_settings_metrics_and_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

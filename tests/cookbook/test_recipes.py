@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import trainsession as ts
-from cookbook import arithmetic_rl, gsm8k_rl, sft
-from cookbook.lib.conversations import Example, tokens_of_example
+from cookbook import arithmetic_rl, gsm8k_rl
+from cookbook.lib.conversations import text_sequence
 from cookbook.lib.data import completion_datum
 from cookbook.lib.evaluate import mean_nll
 from cookbook.lib.rl.advantages import dr_grpo
@@ -80,21 +80,6 @@ def test_arithmetic_rl_repeats_itself(tiny_model: Path, tmp_path: Path):
     assert runs[0] == runs[1]
 
 
-def test_sft_learns_its_rows(tiny_model: Path, tmp_path: Path):
-    data, out = tmp_path / "rows.jsonl", tmp_path / "run"
-    data.write_text(
-        "".join(json.dumps({"question": f"{i}?", "answer": "The quick brown fox."}) + "\n" for i in range(20))
-    )
-    config = sft.Config(
-        model=str(tiny_model), data=str(data), steps=6, batch_size=4, warmup=1, learning_rate=1e-2, rank=4, out=str(out)
-    )
-    before, after = sft.main(config)
-    assert after < before - 0.5
-    assert [row["step"] for row in rows(out, "train")] == [1, 2, 3, 4, 5, 6]
-    assert [row["nll"] for row in rows(out, "held-out")] == [before, after]
-    check_files(out, "18 examples, 2 held out, 0 longer than")
-
-
 def test_gsm8k_rl(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("math_verify", reason="math-verify is not installed (extra: cookbook)")
     data, out = tmp_path / "gsm8k", tmp_path / "run"
@@ -151,25 +136,18 @@ def test_mean_nll_is_that_of_the_logprobs(tiny_model: Path):
         service.create_lora_training_client(str(tiny_model), rank=2, seed=0) as trainer,
     ):
         tokenizer = trainer.get_tokenizer()
-        pairs = [tokens_of_example(tokenizer, Example(text, " yes")) for text in ("Is it?", "And is that so?")]
+        sequences = [text_sequence(tokenizer, text, " yes") for text in ("Is it?", "And is that so?")]
         sampler = trainer.base_sampling_client()
-        logprobs = sampler.compute_logprobs([[*prompt, *completion] for prompt, completion in pairs]).result()
+        logprobs = sampler.compute_logprobs([list(sequence.tokens) for sequence in sequences]).result()
         expected = [
-            lp for (prompt, _), row in zip(pairs, logprobs, strict=True) for lp in row[len(prompt) :] if lp is not None
+            logprob
+            for sequence, row in zip(sequences, logprobs, strict=True)
+            for logprob, weight in zip(row, sequence.weights, strict=True)
+            if weight and logprob is not None
         ]
-        assert mean_nll(trainer, [completion_datum(*pair) for pair in pairs]) == pytest.approx(
+        assert mean_nll(trainer, [sequence.datum() for sequence in sequences]) == pytest.approx(
             -np.mean(expected), rel=1e-5
         )
-
-
-def test_chat_examples_continue_the_prompt_that_a_sampler_sees(tiny_model: Path):
-    tokenizer = ts.Tokenizer.from_directory(tiny_model)
-    chat = ({"role": "user", "content": "hi"},)
-    prompt, completion = tokens_of_example(tokenizer, Example(chat, "hello"))
-    assert tokenizer.decode(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(completion) == "hello<|im_end|>"  # nothing behind the end token
-    prompt, completion = tokens_of_example(tokenizer, Example("Q:", " a"))
-    assert (tokenizer.decode(prompt), tokenizer.decode(completion)) == ("Q:", " a<|im_end|>")
 
 
 def test_prompts_of_one_call_draw_apart(tiny_model: Path):

@@ -9,6 +9,7 @@ import pytest
 from cookbook import arithmetic_rl
 from cookbook.lib import gsm8k
 from cookbook.lib.config import UsageError
+from cookbook.lib.rows import Row
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed (extra: cookbook)"
@@ -60,7 +61,7 @@ def test_a_row_becomes_a_prompt_a_clean_rationale_and_an_answer():
         "question": "How many?",
         "answer": "48/2 = <<48/2=24>>24 clips.\n24+1,000 = <<24+1000=1024>>1,024\n#### 1,024",
     }
-    question = gsm8k.question_of_row(row)
+    question = gsm8k.question_of_row(Row(row, "train.jsonl:1"))
     assert question.prompt == "Question: How many?\nAnswer:"
     assert question.rationale == " 48/2 = 24 clips.\n24+1,000 = 1,024\n#### 1,024"
     assert question.answer == "1,024"
@@ -78,8 +79,8 @@ def test_the_reference_rationale_of_every_question_earns_its_reward():
 
 
 def test_a_missing_final_answer_is_an_error():
-    with pytest.raises(UsageError, match="no `#### N`"):
-        gsm8k.question_of_row({"question": "How many?", "answer": "None."})
+    with pytest.raises(UsageError, match=r"^train\.jsonl:7: no `#### N`"):
+        gsm8k.question_of_row(Row({"question": "How many?", "answer": "None."}, "train.jsonl:7"))
 
 
 def test_load_from_a_directory(tmp_path: Path):

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import trainsession as ts
-from cookbook import arithmetic_rl, sft
+from cookbook import arithmetic_rl
 from cookbook.lib.config import UsageError
-from cookbook.lib.data import completion_datum
 
 
 def pair(prompt: str) -> frozenset[int]:
@@ -53,18 +51,3 @@ def test_rows_of_a_file_split_by_prompt(tmp_path: Path):
     assert {p.prompt: p.answer for p in [*train, *test]} == {f"p{i}": str(i) for i in range(10)}
     with pytest.raises(UsageError, match="10 different prompts, none left"):
         arithmetic_rl.problems_of_file(str(path), 10, seed=0)
-
-
-def test_supervised_split_covers_everything_once():
-    datums = [completion_datum([i], [i + 1]) for i in range(20)]
-    train, test = sft.split(datums, 0.1, seed=0)
-    assert (len(train), len(test)) == (18, 2)
-    first = lambda d: d.model_input.to_ints()[0]  # noqa: E731
-    assert sorted(map(first, [*train, *test])) == list(range(20))
-    assert [len(part) for part in sft.split(datums[:2], 0.9, seed=0)] == [1, 1]
-
-
-def test_supervised_split_needs_two_examples():
-    datum: ts.Datum = completion_datum([1], [2])
-    with pytest.raises(UsageError, match="at least 2"):
-        sft.split([datum], 0.1, seed=0)

@@ -26,7 +26,7 @@ def render(template: str, messages: Any = USER, **options: Any) -> str:
         "special_tokens": {"bos_token": "<s>"},
         "variables": {},
     }
-    return render_chat(template, messages, **(defaults | options))
+    return render_chat(template, messages, **(defaults | options))[0]
 
 
 TEMPLATES = {

@@ -2,6 +2,7 @@
 
 from .bundle import BUNDLE_FILES
 from .detokenizer import IncrementalDetokenizer
+from .rendered import RenderedChat
 from .tokenizer import Tokenizer
 
-__all__ = ["BUNDLE_FILES", "IncrementalDetokenizer", "Tokenizer"]
+__all__ = ["BUNDLE_FILES", "IncrementalDetokenizer", "RenderedChat", "Tokenizer"]

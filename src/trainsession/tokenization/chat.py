@@ -10,6 +10,7 @@ from jinja2 import TemplateError, meta
 
 from ..errors import InvalidRequest
 from .sandbox import ChatTemplateEnvironment, TemplateBudgetExceeded
+from .tracing import MessageTrace, Span
 
 Messages = Sequence[Mapping[str, Any]]
 """``[{"role": "user", "content": "Hi"}, ...]``"""
@@ -42,8 +43,8 @@ def render_chat(
     continue_final_message: bool,
     special_tokens: Mapping[str, str],
     variables: Mapping[str, Any],
-) -> str:
-    """The chat as one text.
+) -> tuple[str, list[Span | None]]:
+    """The chat as one text, and where each message stands in it (`MessageTrace.spans`).
 
     Raises:
         InvalidRequest: messages that are not messages, a variable that the template does not
@@ -57,6 +58,7 @@ def render_chat(
     chat = _plain_messages(messages)
     _check_variables(template, variables, special_tokens)
     final = _mark_end(chat) if continue_final_message else ""
+    trace = MessageTrace(chat)
     try:
         text = _environment.render(
             template,
@@ -68,23 +70,18 @@ def render_chat(
                 "documents": _plain(documents, "documents"),
                 "add_generation_prompt": add_generation_prompt,
             },
+            trace=trace,
         )
     except TemplateBudgetExceeded as error:
         raise InvalidRequest(f"the chat template was stopped: {error}", details={"key": "chat_template"}) from None
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except _TEMPLATE_FAILURES as error:
         raise InvalidRequest(
             f"the chat template could not render these messages: {error or type(error).__name__}",
             details={"key": "messages"},
         ) from error
-    return _cut_at_end_mark(text, final) if continue_final_message else text
+    if continue_final_message:
+        text = _cut_at_end_mark(text, final)
+    return text, [span and (min(span[0], len(text)), min(span[1], len(text))) for span in trace.spans()]
 
 
 def _plain_messages(messages: Messages) -> list[dict[str, Any]]:

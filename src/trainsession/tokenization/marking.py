@@ -11,6 +11,16 @@ if TYPE_CHECKING:
 
 _START, _END = "\U000f0000", "\U000f0001"
 """Private-use characters around a special token that stands in a message; removed after rendering."""
+_MARKS = re.compile(f"[{_START}{_END}]")
+
+
+def marks_in(rendered: str) -> list[tuple[int, bool]]:
+    """Where marks stand in a text, and whether each is the opening one."""
+    return [(match.start(), match.group() == _START) for match in _MARKS.finditer(rendered)]
+
+
+def unmarked(rendered: str) -> str:
+    return _MARKS.sub("", rendered)
 
 
 class UserText:
@@ -33,12 +43,12 @@ class UserText:
         self._written = re.compile(f"{_START}(?P<user>{spellings}){_END}|{_START}|{_END}|(?P<own>{written or '(?!)'})")
 
     def mark(self, value: Any) -> Any:
-        """The value with special tokens in its texts wrapped; keys and roles stay as they are."""
+        """The value with special tokens in its texts wrapped, keys included: a model wrote those of a tool call."""
         if isinstance(value, str):
             clean = value.replace(_START, "").replace(_END, "")
             return self._spelled.sub(f"{_START}\\g<0>{_END}", clean)
         if isinstance(value, Mapping):
-            return {key: self.mark(item) for key, item in value.items()}
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.mark(item) for item in value]
         return value

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, cast
 
 from jinja2 import nodes
@@ -27,6 +27,8 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+from .tracing import MessageTrace
 
 MAX_RENDERED_CHARS = 1 << 24
 """Characters that a template may make, in its output or in any one value."""
@@ -73,6 +75,7 @@ class Budget:
 
 
 _budget: ContextVar[Budget] = ContextVar("chat_template_budget")
+_trace: ContextVar[MessageTrace] = ContextVar("chat_template_trace")
 
 
 def _bounded(value: Any) -> Any:
@@ -145,12 +148,21 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 class _BoundLoops(NodeTransformer):
-    """Route every loop and every ``~`` through the environment, where a budget is checked."""
+    """Route every loop and every ``~`` through the environment, where a budget is checked and messages are traced."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
+    def __init__(self) -> None:
+        self._loops = 0
+
+    def visit_For(self, node: nodes.For) -> nodes.Node | list[nodes.Node]:
         self.generic_visit(node)
         node.iter = _environment_call("steps", [cast(nodes.Expr, node.iter)], node.lineno)
-        return node
+        if not isinstance(node.target, nodes.Name):
+            return node
+        self._loops += 1
+        loop = nodes.Const(self._loops)
+        item = nodes.Name(node.target.name, "load")
+        node.body.insert(0, _statement(_environment_call("entered", [loop, item], node.lineno)))
+        return [node, _statement(_environment_call("left", [loop], node.lineno))]
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -161,6 +173,11 @@ def _environment_call(name: str, arguments: list[nodes.Expr], lineno: int) -> no
     call = nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
     call.set_lineno(lineno)
     return call
+
+
+def _statement(call: nodes.Call) -> nodes.Node:
+    """A call for its effect: it prints nothing, when what stands before it has been printed."""
+    return nodes.Output([call]).set_lineno(call.lineno)
 
 
 class _GenerationTag(Extension):
@@ -200,6 +217,8 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
             dict=_DictFactory(),
             namespace=_TemplateNamespace,
         )
+        # Compiling takes a hundred times as long as rendering.
+        self._compiled = lru_cache(maxsize=64)(self.from_string)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _BoundLoops().visit(super()._parse(source, name, filename))
@@ -207,6 +226,14 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
     def steps(self, iterable: Iterable[Any]) -> Iterable[Any]:
         """The same items, each at the cost of one step."""
         return _Steps(iterable)
+
+    def entered(self, loop: int, item: Any) -> str:
+        _trace.get().enter(loop, item)
+        return ""
+
+    def left(self, loop: int) -> str:
+        _trace.get().leave(loop)
+        return ""
 
     def concatenated(self, *parts: Any) -> str:
         texts = [str(_finalized(part)) for part in parts]
@@ -244,28 +271,35 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
 
         return limited
 
-    def render(self, source: str, variables: Mapping[str, Any], seconds: float = MAX_RENDER_SECONDS) -> str:
-        """The rendered text.
+    def render(
+        self,
+        source: str,
+        variables: Mapping[str, Any],
+        seconds: float = MAX_RENDER_SECONDS,
+        trace: MessageTrace | None = None,
+    ) -> str:
+        """The rendered text; ``trace`` follows the messages that it is made of.
 
         Raises:
             TemplateBudgetExceeded: too slow or too large.
             jinja2.TemplateError: the template is wrong, or refused these messages by itself.
         """
-        template = self.from_string(source)
-        token = _budget.set(Budget(seconds))
+        template = self._compiled(source)
+        trace = trace or MessageTrace(())
+        token, trace_token = _budget.set(Budget(seconds)), _trace.set(trace)
         try:
             parts: list[str] = []
-            size = 0
             for part in template.generate(variables):
                 _budget.get().step()
-                size += len(part)
-                _check_growth(size)
+                trace.printed += len(part)
+                _check_growth(trace.printed)
                 parts.append(part)
             return "".join(parts)
         except MemoryError:
             raise TemplateBudgetExceeded("it ran out of memory") from None
         finally:
             _budget.reset(token)
+            _trace.reset(trace_token)
 
 
 class _Steps:

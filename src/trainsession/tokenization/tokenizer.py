@@ -14,6 +14,7 @@ from ..types.data import TokensLike, as_tokens
 from .bundle import BUNDLE_FILES, TokenizerBundle
 from .chat import Messages, render_chat
 from .marking import UserText
+from .rendered import RenderedChat
 
 
 class Tokenizer:
@@ -185,9 +186,32 @@ class Tokenizer:
             InvalidRequest: no template, a variable that it does not read, messages that it refuses,
                 or a template that runs away.
         """
-        user_text = UserText(self) if tokenize and not parse_special else None
+        chat = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
+            parse_special=parse_special,
+            **variables,
+        )
+        return chat.tokens if tokenize else chat.text
+
+    def render_chat(
+        self,
+        messages: Messages,
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        parse_special: bool = True,
+        **variables: Any,
+    ) -> RenderedChat:
+        """`apply_chat_template`, with text, tokens and where each message stands in them."""
+        user_text = None if parse_special else UserText(self)
         guard = user_text.mark if user_text else _unchanged
-        text = render_chat(
+        text, spans = render_chat(
             self.chat_template(with_tools=bool(tools)),
             guard(messages),
             tools=guard(tools),
@@ -197,9 +221,11 @@ class Tokenizer:
             special_tokens=self.special_tokens_map,
             variables=guard(variables),
         )
-        if user_text:
-            return user_text.encode(text)
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        encode = user_text.encode if user_text else self._encode_rendered
+        return RenderedChat(text, spans, encode, marked=user_text is not None)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
 
     def chat_template(self, *, with_tools: bool = False) -> str:
         """The Jinja text of the chat template; ``with_tools``: the one for chats with tools, where there are two.
