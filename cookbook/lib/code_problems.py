@@ -1,16 +1,17 @@
-"""Programming problems of public data sets, with the tests that the sandbox grades by."""
+"""Programming problems with the tests that the sandbox grades by: of your own rows, and of public data sets."""
 
 from __future__ import annotations
 
 import ast
-import gzip
-import json
+import builtins
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .formats import field_of, shown, text_of
+from .rows import Row, read_rows
 from .sandbox import InputOutput, OutputTests, UnitTests
 from .sandbox.tests import parsed
 
@@ -36,7 +37,7 @@ def program_of(text: str) -> str:
 
 def mbpp(path: str | Path) -> list[CodeProblem]:
     """Mostly Basic Python Problems (Austin et al. 2021), `mbpp.jsonl` of google-research: 974 problems."""
-    return [problem_of_mbpp(json.loads(line)) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return [problem_of_mbpp(row.values) for row in read_rows(path)]
 
 
 def problem_of_mbpp(row: Mapping[str, Any]) -> CodeProblem:
@@ -52,8 +53,7 @@ def problem_of_mbpp(row: Mapping[str, Any]) -> CodeProblem:
 
 def humaneval(path: str | Path) -> list[CodeProblem]:
     """HumanEval (Chen et al. 2021), `HumanEval.jsonl.gz` of openai/human-eval: 164 problems."""
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [problem_of_humaneval(json.loads(line)) for line in lines]
+    return [problem_of_humaneval(row.values) for row in read_rows(path)]
 
 
 def problem_of_humaneval(row: Mapping[str, str]) -> CodeProblem:
@@ -70,25 +70,62 @@ def problem_of_humaneval(row: Mapping[str, str]) -> CodeProblem:
     return CodeProblem(row["task_id"], row["prompt"], tests, row["prompt"] + row["canonical_solution"])
 
 
-def codejam(path: str | Path) -> list[CodeProblem]:
-    """Problems of coding-competitions-archive with inputs and outputs; JSON Lines, gzipped.
+def problems_of(path: str | Path) -> list[CodeProblem]:
+    """Those of a file of rows as `tested` takes them; Code Jam's archive is one (134 problems here)."""
+    return [tested(row) for row in read_rows(path)]
 
-    Rows have `id`, `statement`, `tests` of `input` and `output`, and `float_tolerance`.
+
+def tested(row: Row) -> CodeProblem:
+    """Of ``prompt`` (or ``statement``, ``text``), and ``tests`` or MBPP's ``test_list``.
+
+    Tests are all ``{"input", "output"}`` objects, with an optional ``float_tolerance`` beside them (Code Jam's rows are
+    such), or all Python statements that raise where an answer is wrong; ``test_setup_code`` runs before these. What the
+    statements use, and neither Python nor the set-up defines, is the program's.
     """
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    return [
-        CodeProblem(
-            row["id"],
-            row["statement"],
-            OutputTests([InputOutput(t["input"], t["output"]) for t in row["tests"]], row["float_tolerance"]),
-        )
-        for row in rows
-    ]
+    prompt = text_of(row, "prompt", "statement", "text")
+    name = "tests" if "tests" in row.values else "test_list"
+    tests = field_of(row, name)
+    if not isinstance(tests, list) or not tests:
+        raise row.error(f"'{name}' is {shown(tests)}; must be a list of at least one test")
+    cases = [InputOutput(t["input"], t["output"]) for t in tests if _is_case(t)]
+    statements = [test for test in tests if isinstance(test, str)]
+    for index, test in enumerate(tests):
+        if not (_is_case(test) or isinstance(test, str)):
+            raise row.error(
+                f"'{name}[{index}]' is {shown(test)}; must be a Python statement or "
+                "an object with the texts 'input' and 'output'"
+            )
+    if cases and statements:
+        raise row.error(f"'{name}' mixes statements with inputs and outputs; must be all of one kind")
+    title = str(row.values.get("id") or row.where)
+    if cases:
+        return CodeProblem(title, prompt, OutputTests(cases, row.values.get("float_tolerance")))
+    setup = row.values.get("test_setup_code") or ""
+    if not isinstance(setup, str):
+        raise row.error(f"'test_setup_code' is {shown(setup)}; must be a text")
+    try:
+        code = "\n".join(statements)
+        own = top_level_names(setup) | names_bound(setup) | names_bound(code) | set(dir(builtins))
+        return CodeProblem(title, prompt, UnitTests(statements, sorted(names_used(code) - own), setup))
+    except (SyntaxError, ValueError) as error:
+        raise row.error(f"'{name}': {error}") from None
+
+
+def _is_case(test: Any) -> bool:
+    return isinstance(test, Mapping) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str)
 
 
 def names_used(code: str) -> set[str]:
     return {node.id for node in ast.walk(parsed(code)) if isinstance(node, ast.Name)}
+
+
+def names_bound(code: str) -> set[str]:
+    """What a program's top-level imports and assignments define."""
+    imported = [
+        alias for node in parsed(code).body if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names
+    ]
+    stored = [node for node in ast.walk(parsed(code)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return {(alias.asname or alias.name).split(".")[0] for alias in imported} | {node.id for node in stored}
 
 
 def imports(code: str, names: set[str]) -> list[str]:

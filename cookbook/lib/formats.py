@@ -1,4 +1,4 @@
-"""What rows may look like: chats, preferences, problems with an answer, problems with tests.
+"""What rows may look like: chats, preferences, problems with an answer; with tests: `code_problems`.
 
 Every check names the row and the field: ``train.jsonl:17: 'messages[2].role' is 'asistant'; must be one
 of system, user, assistant, tool``.
@@ -28,28 +28,10 @@ class Preference:
     rejected: Message
 
 
-@dataclass(frozen=True, slots=True)
-class TestedProblem:
-    """A prompt, and what a program that solves it passes.
-
-    Attributes:
-        cases: Standard input and the output that is expected.
-        assertions: Python statements that raise where an answer is wrong.
-        setup: What the assertions need to run before them.
-    """
-
-    __test__ = False  # no test case, whatever pytest thinks of its name
-
-    prompt: str
-    cases: tuple[tuple[str, str], ...]
-    assertions: tuple[str, ...]
-    setup: str
-
-
 def chat(row: Row) -> list[Message]:
     """Of ``messages`` (``role``, ``content``) or ``conversations`` (``from``, ``value``); ``system`` comes first."""
     name = "conversations" if "conversations" in row.values else "messages"
-    return _with_system(row, messages_in(row, name, _field(row, name)))
+    return _with_system(row, messages_in(row, name, field_of(row, name)))
 
 
 def tools(row: Row) -> list[Mapping[str, Any]]:
@@ -61,7 +43,7 @@ def tools(row: Row) -> list[Mapping[str, Any]]:
         except ValueError as error:
             raise row.error(f"'tools' is not valid JSON: {error}") from None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise row.error(f"'tools' is {_shown(value)}; must be a list of JSON schemas of functions")
+        raise row.error(f"'tools' is {shown(value)}; must be a list of JSON schemas of functions")
     return value
 
 
@@ -70,7 +52,7 @@ def _with_system(row: Row, messages: list[Message]) -> list[Message]:
     if not system:
         return messages
     if not isinstance(system, str) or messages[0]["role"] == "system":
-        raise row.error(f"'system' is {_shown(system)}; must be a text, and the only system message")
+        raise row.error(f"'system' is {shown(system)}; must be a text, and the only system message")
     return [{"role": "system", "content": system}, *messages]
 
 
@@ -82,7 +64,7 @@ def preference(row: Row) -> Preference:
     """
     replies: list[list[Message]] = []
     for name in ("chosen", "rejected"):
-        value = _field(row, name)
+        value = field_of(row, name)
         if isinstance(value, str):
             value = [{"role": "assistant", "content": value}]
         replies.append(messages_in(row, name, [value] if isinstance(value, Mapping) else value))
@@ -105,52 +87,24 @@ def preference(row: Row) -> Preference:
 
 def answered(row: Row) -> Problem:
     """Of ``prompt`` (or ``question``) and ``answer``, which may be a number."""
-    return Problem(_text(row, "prompt", "question"), str(_scalar(row, "answer")))
-
-
-def tested(row: Row) -> TestedProblem:
-    """Of ``prompt`` (or ``statement``, ``text``), and ``tests`` or MBPP's ``test_list``.
-
-    Tests are ``{"input", "output"}`` objects or Python statements; ``test_setup_code`` runs before these.
-    """
-    prompt = _text(row, "prompt", "statement", "text")
-    name = "tests" if "tests" in row.values else "test_list"
-    tests = _field(row, name)
-    if not isinstance(tests, list) or not tests:
-        raise row.error(f"'{name}' is {_shown(tests)}; must be a list of at least one test")
-    cases: list[tuple[str, str]] = []
-    assertions: list[str] = []
-    for index, test in enumerate(tests):
-        if isinstance(test, str):
-            assertions.append(test)
-        elif isinstance(test, Mapping) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
-            cases.append((test["input"], test["output"]))
-        else:
-            raise row.error(
-                f"'{name}[{index}]' is {_shown(test)}; must be a Python statement or "
-                "an object with the texts 'input' and 'output'"
-            )
-    setup = row.values.get("test_setup_code") or ""
-    if not isinstance(setup, str):
-        raise row.error(f"'test_setup_code' is {_shown(setup)}; must be a text")
-    return TestedProblem(prompt, tuple(cases), tuple(assertions), setup)
+    return Problem(text_of(row, "prompt", "question"), str(_scalar(row, "answer")))
 
 
 def messages_in(row: Row, name: str, value: Any) -> list[Message]:
     """A list of messages, checked; fields that are null are left out, parts of a content are joined."""
     if not isinstance(value, list) or not value:
-        raise row.error(f"'{name}' is {_shown(value)}; must be a list of at least one message")
+        raise row.error(f"'{name}' is {shown(value)}; must be a list of at least one message")
     return [_message(row, f"{name}[{index}]", item) for index, item in enumerate(value)]
 
 
 def _message(row: Row, name: str, value: Any) -> Message:
     if not isinstance(value, Mapping):
-        raise row.error(f"'{name}' is {_shown(value)}; must be an object with 'role' and 'content'")
+        raise row.error(f"'{name}' is {shown(value)}; must be an object with 'role' and 'content'")
     message = {key: item for key, item in value.items() if item is not None}
     if "from" in message and "role" not in message:
         speaker = message.pop("from")
         if speaker not in _SPEAKERS:
-            raise row.error(f"'{name}.from' is {_shown(speaker)}; must be one of {', '.join(_SPEAKERS)}")
+            raise row.error(f"'{name}.from' is {shown(speaker)}; must be one of {', '.join(_SPEAKERS)}")
         message = {"role": _SPEAKERS[speaker], "content": message.pop("value", None), **message}
         content = f"{name}.value"
     else:
@@ -158,19 +112,19 @@ def _message(row: Row, name: str, value: Any) -> Message:
     if "role" not in message:
         raise row.error(f"'{name}.role' is missing; must be one of {', '.join(ROLES)}")
     if message["role"] not in ROLES:
-        raise row.error(f"'{name}.role' is {_shown(message['role'])}; must be one of {', '.join(ROLES)}")
+        raise row.error(f"'{name}.role' is {shown(message['role'])}; must be one of {', '.join(ROLES)}")
     text = message.get("content")
     parts_of_text = isinstance(text, list) and all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in text
     )
     if not (isinstance(text, str) or parts_of_text or (text is None and message.get("tool_calls"))):
-        found = "missing" if text is None else _shown(text)
+        found = "missing" if text is None else shown(text)
         raise row.error(f"'{content}' is {found}; must be a text, or a list of {{'type': 'text', 'text'}}")
     # Joined: a template that does not know lists would print Python's notation of one.
     return {**message, "content": "".join(part["text"] for part in text)} if isinstance(text, list) else message
 
 
-def _field(row: Row, *names: str) -> Any:
+def field_of(row: Row, *names: str) -> Any:
     """The first of these fields that the row has."""
     for name in names:
         if row.values.get(name) is not None:
@@ -179,20 +133,20 @@ def _field(row: Row, *names: str) -> Any:
     raise row.error(f"{wanted} is missing; the row has {', '.join(row.values) or 'no fields'}")
 
 
-def _text(row: Row, *names: str) -> str:
-    value = _field(row, *names)
+def text_of(row: Row, *names: str) -> str:
+    value = field_of(row, *names)
     if not isinstance(value, str):
         name = next(name for name in names if row.values.get(name) is not None)
-        raise row.error(f"'{name}' is {_shown(value)}; must be a text")
+        raise row.error(f"'{name}' is {shown(value)}; must be a text")
     return value
 
 
 def _scalar(row: Row, name: str) -> str | int | float:
-    value = _field(row, name)
+    value = field_of(row, name)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise row.error(f"'{name}' is {_shown(value)}; must be a text or a number")
+        raise row.error(f"'{name}' is {shown(value)}; must be a text or a number")
     return value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return f"{value!r:.60}"

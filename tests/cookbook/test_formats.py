@@ -57,12 +57,6 @@ def test_preferences() -> None:
 def test_problems() -> None:
     assert formats.answered(row(question="2 + 2?", answer=4)) == Problem("2 + 2?", "4")
     assert formats.answered(row(prompt="2 + 2?", answer="#### 4")) == Problem("2 + 2?", "#### 4")
-    tests = [{"input": "1 2\n", "output": "3\n", "kind": "sample"}]
-    assert formats.tested(row(statement="Add.", tests=tests)) == formats.TestedProblem(
-        "Add.", (("1 2\n", "3\n"),), (), ""
-    )
-    mbpp = row(text="Add.", test_list=["assert add(1, 2) == 3"], test_setup_code="import math")
-    assert formats.tested(mbpp) == formats.TestedProblem("Add.", (), ("assert add(1, 2) == 3",), "import math")
 
 
 @pytest.mark.parametrize(
@@ -99,10 +93,6 @@ def test_problems() -> None:
         (formats.answered, {"prompt": "x"}, "'answer' is missing; the row has prompt"),
         (formats.answered, {"prompt": "x", "answer": True}, "'answer' is True; must be a text or a number"),
         (formats.answered, {"prompt": ["x"], "answer": 1}, "'prompt' is ['x']; must be a text"),
-        (formats.tested, {"text": "x"}, "'test_list' is missing; the row has text"),
-        (formats.tested, {"prompt": "x", "tests": []}, "'tests' is []; must be a list of at least one test"),
-        (formats.tested, {"prompt": "x", "tests": [{"input": "1"}]},
-         "'tests[0]' is {'input': '1'}; must be a Python statement or an object with the texts 'input' and 'output'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_and_where(read: Any, values: dict[str, Any], message: str) -> None:
@@ -118,7 +108,4 @@ def test_public_files() -> None:
     assert len(pairs) == 300
     assert all(pair.chosen != pair.rejected for pair in pairs)
     assert len([formats.chat(r) for r in read_rows(DATA / "llamafactory_demo" / "kto_en_demo.json")]) == 300
-    assert len([formats.tested(r) for r in read_rows(DATA / "mbpp" / "mbpp.jsonl")]) == 974
-    problems = [formats.tested(r) for r in read_rows(DATA / "codejam" / "problems.jsonl.gz")]
-    assert (len(problems), sum(len(problem.cases) for problem in problems)) == (134, 333)
     assert len([formats.answered(r) for r in read_rows(DATA / "gsm8k", "test")]) == 1319

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cookbook.lib.code_problems import CodeProblem, codejam, humaneval, mbpp, problem_of_humaneval, program_of
+from cookbook.lib.code_problems import CodeProblem, humaneval, mbpp, problem_of_humaneval, problems_of, program_of
 from cookbook.lib.sandbox import Outcome, OutputTests, Sandbox, UnitTests
 from cookbook.lib.sandbox.tests import parsed
 
@@ -19,7 +19,7 @@ DATA = Path(__file__).parents[3] / ".." / "shared" / "data"
 SETS = {
     "mbpp": (mbpp, DATA / "mbpp" / "mbpp.jsonl", 974),
     "humaneval": (humaneval, DATA / "humaneval" / "HumanEval.jsonl.gz", 164),
-    "codejam": (codejam, DATA / "codejam" / "problems.jsonl.gz", 134),
+    "codejam": (problems_of, DATA / "codejam" / "problems.jsonl.gz", 134),
 }
 
 SOLUTIONS = {  # written for these tests
