@@ -122,12 +122,14 @@ async def _refuse_a_commit(home: Path, control: Control) -> None:
     """One that is surely a submit's, whatever else goes on in the loop."""
     service = await Service.open(home, NullHost(), settings=SETTINGS)
     trainer = await Trainer.create(service)
+    await trainer.do("zero_grad")
+    await service.store.write(lambda _: None)  # behind what is written lazily: that the session is in use
     request = trainer.request("zero_grad")
     control.refuse("sync", 1, 2, errno.EIO)
     try:
         await service.submit(PROJECT, trainer.id, request)
     except StorageError:
-        await asyncio.to_thread(_check_killed_now, home, trainer.id, 1)
+        await asyncio.to_thread(_check_killed_now, home, trainer.id, request.seq)
     else:
         raise AssertionError("a submit was acknowledged that is not on the disk")
     control.refuse("sync", 0, 0, 0)

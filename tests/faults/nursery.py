@@ -147,7 +147,12 @@ def _reap(running: dict[int, int]) -> None:
 
 
 def _fork(connection: socket.socket, running: dict[int, int]) -> None:
-    data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+    try:
+        data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+    except ConnectionError:
+        data, fds = b"", []
+    if not data:
+        return  # who asked was killed as it asked
     status, told = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -155,7 +160,8 @@ def _fork(connection: socket.socket, running: dict[int, int]) -> None:
     running[pid] = told
     for fd in fds:
         os.close(fd)
-    socket.send_fds(connection, [str(pid).encode()], [status])
+    with contextlib.suppress(OSError):  # killed meanwhile: an engine without its service ends
+        socket.send_fds(connection, [str(pid).encode()], [status])
     os.close(status)
 
 
@@ -175,7 +181,7 @@ def _live(request: dict[str, Any], fds: list[int]) -> None:
         for low, high in zip(keep, [*keep[1:], 1 << 16], strict=True):
             os.closerange(low + 1, high)
         os.environ.update(request["environment"])
-        if "engine" in request:
+        if "engine" in request and points.DIRECTORY in os.environ:
             Path(os.environ[points.DIRECTORY], ENGINE).write_text(str(os.getpid()))
         points.start()
         code = _engine(fds[0]) if "engine" in request else _service(request)

@@ -24,6 +24,8 @@ def started(home: Path) -> Server:
         with suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/readyz").status_code == 200:
                 return server
+        if not server.is_running:  # the other one's lease goes on for some seconds after its death
+            server.restart()
         time.sleep(0.1)
     server.stop()
     raise AssertionError(server.log.read_text())

@@ -56,6 +56,7 @@ class Connection:
         self._submitters: weakref.WeakSet[Submitter] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._live: _Live | None = None
+        self._inherited: _Live | None = None
         self._is_closed = False
         self._tokenizers: dict[str, Tokenizer] = {}
         _close_at_exit(self)
@@ -89,6 +90,8 @@ class Connection:
             if self._is_closed:
                 raise ConnectionFailed(_CLOSED)
             if self._live is None or self._live.pid != os.getpid():
+                # A forked child lets go of its parent's sockets by ending; as garbage they would be a warning.
+                self._inherited = self._live
                 transport = self._open_transport()
                 self._live = _Live(
                     os.getpid(), transport, ResultPoller(transport.request), asyncio.Semaphore(_SAMPLE_SUBMITS)
