@@ -13,6 +13,7 @@ import pytest
 
 from tests.service.driver import PROJECT, Trainer, datum, result, run, serving, value
 from tests.service.money import allow, left, priced
+from tests.service.test_queue_after_a_crash import Held
 from trainsession.errors import (
     BudgetExceeded,
     Cancelled,
@@ -212,5 +213,30 @@ def test_the_retry_of_a_refused_submit_is_told_the_same(tmp_path: Path, wrong: d
         async with serving(tmp_path) as service:
             trainer.service = service
             assert (await refused(trainer, request)).to_wire() == first.to_wire()
+
+    run(test())
+
+
+@pytest.mark.parametrize("policy", ["continue", "skip"])
+@pytest.mark.parametrize("how", ["refused", "cancelled"])
+def test_a_step_before_what_ended_without_running_leaves_its_progress(tmp_path: Path, policy: str, how: str) -> None:
+    """The queue passes what was refused before the step's result is written."""
+
+    async def test() -> None:
+        host = Held()
+        async with serving(tmp_path, host) as service:
+            trainer = await Trainer.create(service, on_failure=policy)
+            await trainer.train([5])
+            step = await trainer.step(progress={"batch": 1})
+            if how == "refused":
+                await refused(trainer, trainer.request("forward_backward", **WRONG))
+            else:
+                assert await service.cancel(PROJECT, await trainer.step())
+            host.go.set()
+            await value(service, step)
+            await settled(service, trainer, 4)
+        async with serving(tmp_path) as service:
+            attached = await service.attach(PROJECT, trainer.id)
+            assert (attached.next_seq, attached.session.step, attached.progress) == (4, 1, {"batch": 1})
 
     run(test())

@@ -62,19 +62,18 @@ class Passing:
             session.passed(operation)
             passed += not operation.replay
         if passed:
-            following = session.next_run
-            query = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
-            self._store.write_lazily(lambda connection: connection.execute(query.values(next_seq=following)))
+            advance = _advance(session, session.next_run)
+            self._store.write_lazily(lambda connection: connection.execute(advance))
 
     async def _skip_behind(self, session: Session, refused: Operation) -> None:
         # Marked before it is written, so that none of them is cancelled meanwhile.
-        skipped, following = session.skip_behind(refused), refused.seq + 1
-        advance = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
+        skipped = session.skip_behind(refused)
+        advance = _advance(session, refused.seq + 1)
 
         def write(connection: sa.Connection) -> None:
             for operation in skipped:
                 end(connection, Ending(operation_id=operation.id, state="failed", error=operation.error))
-            connection.execute(advance.values(next_seq=following))
+            connection.execute(advance)
 
         try:
             await self._store.write(write)
@@ -83,6 +82,12 @@ class Passing:
             raise
         for operation in skipped:
             self._outcomes.publish(OperationResult(operation.id, "failed", error=operation.error))
+
+
+def _advance(session: Session, following: int) -> sa.Update:
+    """Where the session is now. What ran before may be written after this, and then moves it no more."""
+    behind = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
+    return behind.values(next_seq=following, step=session.step, progress=session.progress)
 
 
 def _ends_others(session: Session, operation: Operation) -> bool:
