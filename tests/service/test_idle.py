@@ -108,3 +108,28 @@ def test_that_a_session_is_in_use_is_not_written_with_each_sample(tmp_path: Path
             await asyncio.sleep(0)
 
     run(test())
+
+
+def test_a_session_that_cannot_be_restored_is_kept(tmp_path: Path) -> None:
+    """E.g. the model is loaded in another dtype: no checkpoint can be saved, so its snapshots are all there is."""
+
+    async def set_dtype(service: Service, dtype: str) -> None:
+        query = sa.update(sessions).values(dtype=dtype)
+        await service.store.write(lambda connection: connection.execute(query))
+
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            await trainer.train([5])
+            await value(service, await trainer.step(1.0))
+        async with serving(tmp_path) as service:
+            await set_dtype(service, "another")
+            for _ in range(2):
+                await days_pass(service, 8)
+                await service._janitor.round()
+            assert await state_of(service, trainer.id) == "failed"
+            await set_dtype(service, "float32")
+        async with serving(tmp_path) as service:
+            assert await (await Trainer.attach(service, trainer.id)).weight() == 5.0
+
+    run(test())
