@@ -11,8 +11,9 @@ import sqlalchemy as sa
 
 from bench.null_engine import MODEL
 from tests.service.driver import PROJECT, Trainer, open_service, prompt, run, sample, serving, value
+from tests.service.test_queue_after_a_crash import Held
 from tests.service.test_recovery import abandon
-from trainsession.service.requests import CreateSession
+from trainsession.service.requests import CreateSession, OperationRequest
 from trainsession.service.service import Service
 from trainsession.store.schema import sessions
 
@@ -131,5 +132,34 @@ def test_a_session_that_cannot_be_restored_is_kept(tmp_path: Path) -> None:
             await set_dtype(service, "float32")
         async with serving(tmp_path) as service:
             assert await (await Trainer.attach(service, trainer.id)).weight() == 5.0
+
+    run(test())
+
+
+@pytest.mark.parametrize("taken_up", ["attached", "submitted"])
+def test_a_session_that_is_taken_up_while_it_is_saved_or_waits_for_its_turn_stays_open(
+    tmp_path: Path, taken_up: str
+) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            idle = [await Trainer.create(service) for _ in range(2)]
+            for trainer in idle:
+                await trainer.train([5])
+                await value(service, await trainer.step(1.0))
+        host = Held()
+        async with serving(tmp_path, host) as service:
+            await days_pass(service, 8)
+            round_ = asyncio.create_task(service._janitor.round())
+            while not service._sessions.queued():  # the save of one waits for the engine
+                await asyncio.sleep(0.005)
+            for trainer in idle:
+                if taken_up == "attached":
+                    await service.attach(PROJECT, trainer.id)
+                else:
+                    await service.submit(PROJECT, trainer.id, OperationRequest(kind="zero_grad"))
+            host.go.set()
+            await round_
+            for trainer in idle:
+                assert await state_of(service, trainer.id) == "running"
 
     run(test())

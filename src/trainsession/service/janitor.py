@@ -62,7 +62,7 @@ class Janitor:
         await self._expire_results()
         await self._checkpoints.remove_expired()
         await self._remove_orphans()
-        for session in await self._sessions.unused(self._settings.close_after_idle_seconds):
+        async for session in self._sessions.unused(self._settings.close_after_idle_seconds):
             await self._in_turn(session, self._retire(session))
         now = time.monotonic()
         for session in self._sessions.in_memory:

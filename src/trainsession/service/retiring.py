@@ -24,18 +24,23 @@ class Retiring:
         self._close = close
 
     async def retire(self, session: Session) -> None:
-        """Save a session as a ``state`` checkpoint, then close it."""
+        """Save a session as a ``state`` checkpoint, then close it, unless somebody uses it meanwhile."""
         if session.kind == "trainer" and session.next_seq > 1:
             if session.fatal is not None:  # closing it would delete its snapshots, all that is left of it
                 logger.warning("session %s stays open, it cannot be saved: %s", session.id, session.fatal.message)
                 return
-            await self._save(session)
+            epoch = session.epoch
+            seq = await self._save(session)
+            if session.pending or session.epoch != epoch or session.next_run != seq + 1:
+                return
         await self._close(session.project, session.id)
 
-    async def _save(self, session: Session) -> None:
+    async def _save(self, session: Session) -> int:
+        """The number of the save, which has succeeded."""
         name = time.strftime("idle-%Y%m%d", time.gmtime())
         save = OperationRequest(kind="save_state", params={"name": name, "overwrite": True})
-        operation_id, _ = await self._submission.submit(session.project, session.id, save)
+        operation_id, seq = await self._submission.submit(session.project, session.id, save)
         result = await self._outcomes.wait(session.project, operation_id)
         if result.error is not None:
             raise result.error
+        return seq

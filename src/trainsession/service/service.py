@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -38,7 +37,6 @@ from .requests import Attached, CreateSession, OperationRequest, OperationResult
 from .retiring import Retiring
 from .sample_submission import SampleSubmission
 from .samples import Samples
-from .session import Session
 from .sessions import Sessions, unknown_session
 from .settings import Settings
 from .submission import Submission

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -226,12 +226,21 @@ class Sessions:
         while len(self._noted) > _MAX_NOTED:
             self._noted.popitem(last=False)
 
-    async def unused(self, seconds: float) -> list[Session]:
-        """Sessions of this server, with their queues, that nobody has used for so long and that have nothing to do."""
-        query = sa.select(sessions.c.project, sessions.c.id).where(sessions.c.state != "closed")
-        query = query.where(sessions.c.owner == self._lease.server, sessions.c.used_at < earliest_now() - seconds)
-        found: list[Session] = []
-        for row in await self._store.read(lambda connection: connection.execute(query).all()):
+    async def unused(self, seconds: float) -> AsyncIterator[Session]:
+        """Sessions of this server, with their queues, that nobody has used for so long and that have nothing to do.
+
+        Each is looked at when it is its turn: the caller may take long over those before it.
+        """
+        mine = sa.select(sessions.c.project, sessions.c.id).where(sessions.c.state != "closed")
+        mine = mine.where(sessions.c.owner == self._lease.server)
+
+        async def old(query: sa.Select[Any]) -> Sequence[Any]:
+            query = query.where(sessions.c.used_at < earliest_now() - seconds)
+            return await self._store.read(lambda connection: connection.execute(query).all())
+
+        for row in await old(mine):
+            if not await old(mine.where(sessions.c.id == row.id)):
+                continue
             session = self._live.get(row.id)
             if session is None:
                 async with self._loading:
@@ -239,8 +248,7 @@ class Sessions:
             elif session.used_at > time.monotonic() - seconds:
                 continue  # its date is older: written by a clock that was set back, or not yet
             if not session.num_new and not session.completions:
-                found.append(session)
-        return found
+                yield session
 
     async def load_unfinished(self) -> None:
         """Take up every session of this server that has queued operations."""
