@@ -25,7 +25,7 @@ from .leases import Lease
 from .outcomes import Outcomes
 from .projects import Projects
 from .recovery import Recovery
-from .requests import Attached, CreateSession
+from .requests import Attached, CreateSession, OperationResult
 from .runner import check_loadable
 from .session import Session
 from .session_rows import check, hash_of, insert, session_of
@@ -297,23 +297,27 @@ class Sessions:
         snapshots = internal_snapshots.c.session_id == session_id
         bodies = sa.and_(operations.c.session_id == session_id, operations.c.state != "queued")
 
-        cancelled = Cancelled("the session was closed before this ran").to_wire()
+        cancelled = Cancelled("the session was closed before this ran")
         queued = sa.and_(operations.c.session_id == session_id, operations.c.seq.is_not(None))
         queued = sa.and_(queued, operations.c.state == "queued")
 
-        def write(connection: sa.Connection) -> list[str]:
+        def write(connection: sa.Connection) -> tuple[list[str], list[str]]:
             connection.execute(query)
-            end = {"state": "cancelled", "error": cancelled, "finished_at": time.time()}
-            ended = sa.update(operations).where(queued).values(**end).returning(operations.c.quote)
-            budgets.release(connection, [(project, quote) for quote in connection.execute(ended).scalars().all()])
+            end = {"state": "cancelled", "error": cancelled.to_wire(), "finished_at": time.time()}
+            cancel = sa.update(operations).where(queued).values(**end).returning(operations.c.id, operations.c.quote)
+            rows = connection.execute(cancel).all()
+            budgets.release(connection, [(project, row.quote) for row in rows])
             blobs = list(connection.execute(sa.select(internal_snapshots.c.blob).where(snapshots)).scalars())
             with_blob = sa.select(operations.c.body_blob).where(bodies, operations.c.body_blob.is_not(None))
             blobs += list(connection.execute(with_blob).scalars())
             connection.execute(sa.delete(internal_snapshots).where(snapshots))
             connection.execute(sa.update(operations).where(bodies).values(body=None, body_blob=None))
-            return blobs
+            return blobs, [row.id for row in rows]
 
-        await self._store.drop_blobs(await self._store.write(write))
+        blobs, ended = await self._store.write(write)
+        for operation_id in ended:  # accepted while the session was wound down
+            self._outcomes.publish(OperationResult(operation_id, "cancelled", error=cancelled))
+        await self._store.drop_blobs(blobs)
         await self._lane_of(session.base_model).remove(session)
         del self._live[session_id]
         return session.info()
