@@ -207,6 +207,12 @@ class OperationLog:
         rows = await self._store.read(lambda connection: connection.execute(query).all())
         return {row.id: await self._result(row) for row in rows}
 
+    async def is_open_sample(self, project: str, operation_id: str) -> bool:
+        """Whether it is a sample that has not ended."""
+        query = sa.select(operations.c.id).where(operations.c.project == project, operations.c.id == operation_id)
+        query = query.where(operations.c.kind == SAMPLE, operations.c.state == "queued")
+        return await self._store.read(lambda connection: connection.execute(query).first()) is not None
+
     async def _result(self, row: Any) -> OperationResult | None:
         if row.state == "queued":
             return None
