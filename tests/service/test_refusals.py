@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from tests.service.driver import PROJECT, Trainer, datum, result, run, serving, value
 from tests.service.money import allow, left, priced
@@ -238,5 +239,30 @@ def test_a_step_before_what_ended_without_running_leaves_its_progress(tmp_path: 
         async with serving(tmp_path) as service:
             attached = await service.attach(PROJECT, trainer.id)
             assert (attached.next_seq, attached.session.step, attached.progress) == (4, 1, {"batch": 1})
+
+    run(test())
+
+
+def test_a_refusal_names_its_operation_also_where_the_transaction_was_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            write = service.store.write
+
+            async def lost_once(function: Any) -> Any:
+                def again(connection: sa.Connection) -> Any:
+                    with connection.begin_nested() as lost:
+                        function(connection)
+                        lost.rollback()
+                    return function(connection)
+
+                return await write(again)
+
+            monkeypatch.setattr(service.store, "write", lost_once)
+            refusal = await refused(trainer, trainer.request("forward_backward", **WRONG))
+            told = refusal.details["operation_id"]
+            assert isinstance(await error_of(service, told), InvalidDatum)
 
     run(test())

@@ -97,7 +97,7 @@ class OperationLog:
                 refused = hold_one(connection, session.project, quote, now)
             operation_id = new_id("op")
             if refused is not None:
-                refused.details.setdefault("operation_id", operation_id)
+                refused.details["operation_id"] = operation_id  # anew where the transaction is
             values: dict[str, Any] = {
                 "id": operation_id,
                 "project": session.project,
