@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -13,6 +14,7 @@ from bench.null_engine import MODEL
 from tests.service.driver import PROJECT, Trainer, open_service, prompt, run, sample, serving, value
 from tests.service.test_queue_after_a_crash import Held
 from tests.service.test_recovery import abandon
+from trainsession.errors import StorageError
 from trainsession.service.requests import CreateSession, OperationRequest
 from trainsession.service.service import Service
 from trainsession.store.schema import sessions
@@ -161,5 +163,31 @@ def test_a_session_that_is_taken_up_while_it_is_saved_or_waits_for_its_turn_stay
             await round_
             for trainer in idle:
                 assert await state_of(service, trainer.id) == "running"
+
+    run(test())
+
+
+@pytest.mark.parametrize("fault", [StorageError("damaged"), RuntimeError("ours")])
+@pytest.mark.parametrize("where", ["loaded", "retired"])
+def test_a_session_that_cannot_be_closed_does_not_keep_the_others_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, fault: Exception
+) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            idle = [await Trainer.create(service) for _ in range(3)]
+        async with serving(tmp_path) as service:
+            owner, name = (service._sessions, "_load") if where == "loaded" else (service._janitor, "_retire")
+            real, calls = getattr(owner, name), [0]
+
+            async def faulty_once(*args: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == 1:
+                    raise fault
+                return await real(*args)
+
+            monkeypatch.setattr(owner, name, faulty_once)
+            await days_pass(service, 8)
+            await service._janitor.round()
+            assert sorted([await state_of(service, trainer.id) for trainer in idle]) == ["closed", "closed", "running"]
 
     run(test())

@@ -73,6 +73,8 @@ class Janitor:
             await work
         except TrainSessionError as error:  # of one session; the others have their turn
             logger.warning("housekeeping of session %s will be tried again: %s", session.id, error.message)
+        except Exception:
+            logger.exception("housekeeping of session %s met a fault and will be tried again", session.id)
 
     async def _look_after(self, session: Session, now: float) -> None:
         lane = self._lane_of(session.base_model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ from .runner import check_loadable
 from .session import Session
 from .session_rows import check, hash_of, insert, session_of
 
+logger = logging.getLogger(__name__)
 _NOTED_SECONDS = 60.0
 """Between two writes of that a session is in use."""
 _MAX_NOTED = 4_096
@@ -243,8 +245,12 @@ class Sessions:
                 continue
             session = self._live.get(row.id)
             if session is None:
-                async with self._loading:
-                    session = self._live.get(row.id) or await self._load(row.project, row.id)
+                try:
+                    async with self._loading:
+                        session = self._live.get(row.id) or await self._load(row.project, row.id)
+                except Exception:  # of one session; the others have their turn
+                    logger.exception("session %s, which is idle, cannot be loaded", row.id)
+                    continue
             elif session.used_at > time.monotonic() - seconds:
                 continue  # its date is older: written by a clock that was set back, or not yet
             if not session.num_new and not session.completions:
