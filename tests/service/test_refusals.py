@@ -23,8 +23,10 @@ from trainsession.errors import (
     OperationSkipped,
     TrainSessionError,
 )
+from trainsession.service.gaps import Gaps
 from trainsession.service.requests import OperationRequest
 from trainsession.service.service import Service
+from trainsession.service.session import Session
 
 pytestmark = pytest.mark.usefixtures("each_database")
 CROSS_ENTROPY = {"loss_fn": "cross_entropy"}
@@ -266,3 +268,30 @@ def test_a_refusal_names_its_operation_also_where_the_transaction_was_tried_agai
             assert isinstance(await error_of(service, told), InvalidDatum)
 
     run(test())
+
+
+@pytest.mark.parametrize("faults", [2, 1000])
+def test_a_fault_of_the_queue_is_tried_again_and_in_the_end_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: int
+) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, retry_seconds=0.02) as service:
+            trainer = await Trainer.create(service)
+            trainer.request("zero_grad")  # never sent
+            give_up, left = Gaps.give_up, [faults]
+
+            async def faulty(gaps: Gaps, session: Session) -> None:
+                if session.pending and left[0]:
+                    left[0] -= 1
+                    raise RuntimeError("ours")
+                await give_up(gaps, session)
+
+            monkeypatch.setattr(Gaps, "give_up", faulty)
+            waiting = await trainer.submit("zero_grad")
+            while left[0] > faults - 2:
+                await asyncio.sleep(0.005)
+            if faults == 2:
+                await service.submit(PROJECT, trainer.id, OperationRequest(kind="zero_grad", seq=1, epoch=1))
+            assert ((await result(service, waiting)).error is None) == (faults == 2)
+
+    run(test(), timeout=10)

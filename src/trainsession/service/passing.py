@@ -9,6 +9,7 @@ advance past the number. So a restart, a replay or another server decides anew o
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 
 import sqlalchemy as sa
@@ -25,6 +26,8 @@ from .runner import as_ours
 from .session import REPLAYED_KINDS, Operation, Session
 
 logger = logging.getLogger(__name__)
+_MAX_FAULTS = 3
+"""Of our own, in a row, in the queue of one session."""
 
 
 class Passing:
@@ -34,6 +37,8 @@ class Passing:
         self._store = store
         self._outcomes = outcomes
         self._gaps = Gaps(store, outcomes)
+        self._faults: Counter[str] = Counter()
+        """In a row, by session."""
 
     async def look_after(self, sessions_: Iterable[Session]) -> bool:
         """Give up numbers that never came, and step over what ended. False: it cannot be written yet."""
@@ -42,12 +47,34 @@ class Passing:
             try:
                 await self._gaps.give_up(session)
                 await self.pass_ended(session)
+                self._faults.pop(session.id, None)
             except StorageError as error:
                 logger.warning("session %s waits for the disk: %s", session.id, error.message)
                 written = False
             except Exception as error:  # of one session; the others of its lane go on
-                session.fatal = session.fatal or as_ours(error, session.id)
+                written = False
+                await self._met_fault(session, error)
         return written
+
+    async def _met_fault(self, session: Session, error: Exception) -> None:
+        """Try again; after some in a row nothing of it runs any more, and what waits is told so."""
+        logger.exception("the queue of session %s met a fault", session.id)
+        self._faults[session.id] += 1
+        if self._faults[session.id] < _MAX_FAULTS:
+            return
+        session.fatal = fatal = session.fatal or as_ours(error, session.id)
+        waiting = [o for o in session.pending.values() if o.error is None and not o.replay]
+        endings = [Ending(operation_id=operation.id, state="failed", error=fatal) for operation in waiting]
+        for operation in waiting:
+            operation.error = fatal
+        try:
+            await self._store.write(lambda connection: [end(connection, ending) for ending in endings])
+        except Exception:  # with the next attempt
+            logger.exception("what waits in session %s cannot be ended yet", session.id)
+            unmark(waiting)
+            return
+        for operation in waiting:
+            self._outcomes.publish(OperationResult(operation.id, "failed", error=fatal))
 
     async def pass_ended(self, session: Session) -> None:
         """Step over operations that were refused, cancelled or skipped, or whose replay does nothing."""
