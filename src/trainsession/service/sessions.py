@@ -236,7 +236,7 @@ class Sessions:
         mine = sa.select(sessions.c.project, sessions.c.id).where(sessions.c.state != "closed")
         mine = mine.where(sessions.c.owner == self._lease.server)
 
-        async def old(query: sa.Select[Any]) -> Sequence[Any]:
+        async def old(query: sa.Select[Any, Any]) -> Sequence[Any]:
             query = query.where(sessions.c.used_at < earliest_now() - seconds)
             return await self._store.read(lambda connection: connection.execute(query).all())
 
