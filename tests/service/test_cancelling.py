@@ -124,3 +124,27 @@ def test_a_cancel_that_cannot_be_written_leaves_an_operation_that_runs_or_ends(
                 assert (await value(service, cancelled))["metrics"]["loss:sum"] == 6.0
 
     run(test(), 20)
+
+
+def test_what_is_submitted_while_its_session_is_closed_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is accepted by the transaction before the one that closes the session, which cancels it."""
+
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            await trainer.do("zero_grad")
+            accept = service._log.accept
+            closing: list[asyncio.Task[Any]] = []
+
+            async def accept_and_close(*args: Any) -> Any:
+                close = service._sessions.close(PROJECT, trainer.id)
+                asyncio.get_running_loop().call_soon(lambda: closing.append(asyncio.create_task(close)))
+                return await accept(*args)
+
+            monkeypatch.setattr(service._log, "accept", accept_and_close)
+            submitted = await trainer.train([1])
+            await closing[0]
+            answer = await service.results(PROJECT, [submitted], timeout=0.5)
+            assert [ended.state for ended in answer.results] == ["cancelled"]
+
+    run(test())

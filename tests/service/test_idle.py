@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from bench.null_engine import MODEL
 from tests.service.driver import PROJECT, Trainer, open_service, prompt, run, sample, serving, value
+from tests.service.test_queue_after_a_crash import Held
 from tests.service.test_recovery import abandon
-from trainsession.service.requests import CreateSession
+from trainsession.errors import StorageError
+from trainsession.service.requests import CreateSession, OperationRequest
 from trainsession.service.service import Service
 from trainsession.store.schema import sessions
 
@@ -106,5 +109,85 @@ def test_that_a_session_is_in_use_is_not_written_with_each_sample(tmp_path: Path
             (session,) = service._sessions.in_memory
             assert session.used_at >= started
             await asyncio.sleep(0)
+
+    run(test())
+
+
+def test_a_session_that_cannot_be_restored_is_kept(tmp_path: Path) -> None:
+    """E.g. the model is loaded in another dtype: no checkpoint can be saved, so its snapshots are all there is."""
+
+    async def set_dtype(service: Service, dtype: str) -> None:
+        query = sa.update(sessions).values(dtype=dtype)
+        await service.store.write(lambda connection: connection.execute(query))
+
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            await trainer.train([5])
+            await value(service, await trainer.step(1.0))
+        async with serving(tmp_path) as service:
+            await set_dtype(service, "another")
+            for _ in range(2):
+                await days_pass(service, 8)
+                await service._janitor.round()
+            assert await state_of(service, trainer.id) == "failed"
+            await set_dtype(service, "float32")
+        async with serving(tmp_path) as service:
+            assert await (await Trainer.attach(service, trainer.id)).weight() == 5.0
+
+    run(test())
+
+
+@pytest.mark.parametrize("taken_up", ["attached", "submitted"])
+def test_a_session_that_is_taken_up_while_it_is_saved_or_waits_for_its_turn_stays_open(
+    tmp_path: Path, taken_up: str
+) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            idle = [await Trainer.create(service) for _ in range(2)]
+            for trainer in idle:
+                await trainer.train([5])
+                await value(service, await trainer.step(1.0))
+        host = Held()
+        async with serving(tmp_path, host) as service:
+            await days_pass(service, 8)
+            round_ = asyncio.create_task(service._janitor.round())
+            while not service._sessions.queued():  # the save of one waits for the engine
+                await asyncio.sleep(0.005)
+            for trainer in idle:
+                if taken_up == "attached":
+                    await service.attach(PROJECT, trainer.id)
+                else:
+                    await service.submit(PROJECT, trainer.id, OperationRequest(kind="zero_grad"))
+            host.go.set()
+            await round_
+            for trainer in idle:
+                assert await state_of(service, trainer.id) == "running"
+
+    run(test())
+
+
+@pytest.mark.parametrize("fault", [StorageError("damaged"), RuntimeError("ours")])
+@pytest.mark.parametrize("where", ["loaded", "retired"])
+def test_a_session_that_cannot_be_closed_does_not_keep_the_others_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, fault: Exception
+) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            idle = [await Trainer.create(service) for _ in range(3)]
+        async with serving(tmp_path) as service:
+            owner, name = (service._sessions, "_load") if where == "loaded" else (service._janitor, "_retire")
+            real, calls = getattr(owner, name), [0]
+
+            async def faulty_once(*args: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == 1:
+                    raise fault
+                return await real(*args)
+
+            monkeypatch.setattr(owner, name, faulty_once)
+            await days_pass(service, 8)
+            await service._janitor.round()
+            assert sorted([await state_of(service, trainer.id) for trainer in idle]) == ["closed", "closed", "running"]
 
     run(test())

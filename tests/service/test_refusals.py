@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from tests.service.driver import PROJECT, Trainer, datum, result, run, serving, value
 from tests.service.money import allow, left, priced
+from tests.service.test_queue_after_a_crash import Held
 from trainsession.errors import (
     BudgetExceeded,
     Cancelled,
@@ -21,8 +23,10 @@ from trainsession.errors import (
     OperationSkipped,
     TrainSessionError,
 )
+from trainsession.service.gaps import Gaps
 from trainsession.service.requests import OperationRequest
 from trainsession.service.service import Service
+from trainsession.service.session import Session
 
 pytestmark = pytest.mark.usefixtures("each_database")
 CROSS_ENTROPY = {"loss_fn": "cross_entropy"}
@@ -214,3 +218,80 @@ def test_the_retry_of_a_refused_submit_is_told_the_same(tmp_path: Path, wrong: d
             assert (await refused(trainer, request)).to_wire() == first.to_wire()
 
     run(test())
+
+
+@pytest.mark.parametrize("policy", ["continue", "skip"])
+@pytest.mark.parametrize("how", ["refused", "cancelled"])
+def test_a_step_before_what_ended_without_running_leaves_its_progress(tmp_path: Path, policy: str, how: str) -> None:
+    """The queue passes what was refused before the step's result is written."""
+
+    async def test() -> None:
+        host = Held()
+        async with serving(tmp_path, host) as service:
+            trainer = await Trainer.create(service, on_failure=policy)
+            await trainer.train([5])
+            step = await trainer.step(progress={"batch": 1})
+            if how == "refused":
+                await refused(trainer, trainer.request("forward_backward", **WRONG))
+            else:
+                assert await service.cancel(PROJECT, await trainer.step())
+            host.go.set()
+            await value(service, step)
+            await settled(service, trainer, 4)
+        async with serving(tmp_path) as service:
+            attached = await service.attach(PROJECT, trainer.id)
+            assert (attached.next_seq, attached.session.step, attached.progress) == (4, 1, {"batch": 1})
+
+    run(test())
+
+
+def test_a_refusal_names_its_operation_also_where_the_transaction_was_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            write = service.store.write
+
+            async def lost_once(function: Any) -> Any:
+                def again(connection: sa.Connection) -> Any:
+                    with connection.begin_nested() as lost:
+                        function(connection)
+                        lost.rollback()
+                    return function(connection)
+
+                return await write(again)
+
+            monkeypatch.setattr(service.store, "write", lost_once)
+            refusal = await refused(trainer, trainer.request("forward_backward", **WRONG))
+            told = refusal.details["operation_id"]
+            assert isinstance(await error_of(service, told), InvalidDatum)
+
+    run(test())
+
+
+@pytest.mark.parametrize("faults", [2, 1000])
+def test_a_fault_of_the_queue_is_tried_again_and_in_the_end_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: int
+) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, retry_seconds=0.02) as service:
+            trainer = await Trainer.create(service)
+            trainer.request("zero_grad")  # never sent
+            give_up, left = Gaps.give_up, [faults]
+
+            async def faulty(gaps: Gaps, session: Session) -> None:
+                if session.pending and left[0]:
+                    left[0] -= 1
+                    raise RuntimeError("ours")
+                await give_up(gaps, session)
+
+            monkeypatch.setattr(Gaps, "give_up", faulty)
+            waiting = await trainer.submit("zero_grad")
+            while left[0] > faults - 2:
+                await asyncio.sleep(0.005)
+            if faults == 2:
+                await service.submit(PROJECT, trainer.id, OperationRequest(kind="zero_grad", seq=1, epoch=1))
+            assert ((await result(service, waiting)).error is None) == (faults == 2)
+
+    run(test(), timeout=10)

@@ -21,6 +21,7 @@ from trainsession.errors import (
     NotFound,
     PromptTooLong,
     SequenceConflict,
+    ServiceUnavailable,
     SnapshotLost,
     UnknownModel,
 )
@@ -296,5 +297,25 @@ def test_a_poll_ends_with_the_first_result_and_without_one_at_its_timeout(tmp_pa
             await asyncio.sleep(0)
             await service.submit(PROJECT, trainer.id, gap)
             assert [r.state for r in (await poll).results] == ["done"]
+
+    run(test())
+
+
+def test_a_stream_of_a_sample_that_is_being_taken_over_is_asked_for_again(tmp_path: Path) -> None:
+    """This server has its row, and has not begun to draw it."""
+
+    async def test() -> None:
+        async with serving(tmp_path) as service:
+            trainer = await Trainer.create(service)
+            (sampled,) = await service.submit_samples(PROJECT, BASE, [prompt([1], max_tokens=60_000)])
+            taken = service._samples._runs.pop(sampled)
+            with pytest.raises(ServiceUnavailable, match="ask again"):
+                await anext(service.stream(PROJECT, sampled))
+            trainer.request("zero_grad")
+            with pytest.raises(NotFound):
+                await anext(service.stream(PROJECT, await trainer.submit("zero_grad")))
+            service._samples._runs[sampled] = taken
+            await anext(service.stream(PROJECT, sampled))
+            await service.cancel(PROJECT, sampled)
 
     run(test())

@@ -62,7 +62,7 @@ class Janitor:
         await self._expire_results()
         await self._checkpoints.remove_expired()
         await self._remove_orphans()
-        for session in await self._sessions.unused(self._settings.close_after_idle_seconds):
+        async for session in self._sessions.unused(self._settings.close_after_idle_seconds):
             await self._in_turn(session, self._retire(session))
         now = time.monotonic()
         for session in self._sessions.in_memory:
@@ -73,6 +73,8 @@ class Janitor:
             await work
         except TrainSessionError as error:  # of one session; the others have their turn
             logger.warning("housekeeping of session %s will be tried again: %s", session.id, error.message)
+        except Exception:
+            logger.exception("housekeeping of session %s met a fault and will be tried again", session.id)
 
     async def _look_after(self, session: Session, now: float) -> None:
         lane = self._lane_of(session.base_model)

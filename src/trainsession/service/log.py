@@ -97,7 +97,7 @@ class OperationLog:
                 refused = hold_one(connection, session.project, quote, now)
             operation_id = new_id("op")
             if refused is not None:
-                refused.details.setdefault("operation_id", operation_id)
+                refused.details["operation_id"] = operation_id  # anew where the transaction is
             values: dict[str, Any] = {
                 "id": operation_id,
                 "project": session.project,
@@ -206,6 +206,12 @@ class OperationLog:
         query = sa.select(*columns).where(operations.c.project == project, operations.c.id.in_(list(ids)))
         rows = await self._store.read(lambda connection: connection.execute(query).all())
         return {row.id: await self._result(row) for row in rows}
+
+    async def is_open_sample(self, project: str, operation_id: str) -> bool:
+        """Whether it is a sample that has not ended."""
+        query = sa.select(operations.c.id).where(operations.c.project == project, operations.c.id == operation_id)
+        query = query.where(operations.c.kind == SAMPLE, operations.c.state == "queued")
+        return await self._store.read(lambda connection: connection.execute(query).first()) is not None
 
     async def _result(self, row: Any) -> OperationResult | None:
         if row.state == "queued":

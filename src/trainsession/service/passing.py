@@ -9,6 +9,7 @@ advance past the number. So a restart, a replay or another server decides anew o
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable
 
 import sqlalchemy as sa
@@ -25,6 +26,8 @@ from .runner import as_ours
 from .session import REPLAYED_KINDS, Operation, Session
 
 logger = logging.getLogger(__name__)
+_MAX_FAULTS = 3
+"""Of our own, in a row, in the queue of one session."""
 
 
 class Passing:
@@ -34,6 +37,8 @@ class Passing:
         self._store = store
         self._outcomes = outcomes
         self._gaps = Gaps(store, outcomes)
+        self._faults: Counter[str] = Counter()
+        """In a row, by session."""
 
     async def look_after(self, sessions_: Iterable[Session]) -> bool:
         """Give up numbers that never came, and step over what ended. False: it cannot be written yet."""
@@ -42,12 +47,34 @@ class Passing:
             try:
                 await self._gaps.give_up(session)
                 await self.pass_ended(session)
+                self._faults.pop(session.id, None)
             except StorageError as error:
                 logger.warning("session %s waits for the disk: %s", session.id, error.message)
                 written = False
             except Exception as error:  # of one session; the others of its lane go on
-                session.fatal = session.fatal or as_ours(error, session.id)
+                written = False
+                await self._met_fault(session, error)
         return written
+
+    async def _met_fault(self, session: Session, error: Exception) -> None:
+        """Try again; after some in a row nothing of it runs any more, and what waits is told so."""
+        logger.exception("the queue of session %s met a fault", session.id)
+        self._faults[session.id] += 1
+        if self._faults[session.id] < _MAX_FAULTS:
+            return
+        session.fatal = fatal = session.fatal or as_ours(error, session.id)
+        waiting = [o for o in session.pending.values() if o.error is None and not o.replay]
+        endings = [Ending(operation_id=operation.id, state="failed", error=fatal) for operation in waiting]
+        for operation in waiting:
+            operation.error = fatal
+        try:
+            await self._store.write(lambda connection: [end(connection, ending) for ending in endings])
+        except Exception:  # with the next attempt
+            logger.exception("what waits in session %s cannot be ended yet", session.id)
+            unmark(waiting)
+            return
+        for operation in waiting:
+            self._outcomes.publish(OperationResult(operation.id, "failed", error=fatal))
 
     async def pass_ended(self, session: Session) -> None:
         """Step over operations that were refused, cancelled or skipped, or whose replay does nothing."""
@@ -62,19 +89,18 @@ class Passing:
             session.passed(operation)
             passed += not operation.replay
         if passed:
-            following = session.next_run
-            query = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
-            self._store.write_lazily(lambda connection: connection.execute(query.values(next_seq=following)))
+            advance = _advance(session, session.next_run)
+            self._store.write_lazily(lambda connection: connection.execute(advance))
 
     async def _skip_behind(self, session: Session, refused: Operation) -> None:
         # Marked before it is written, so that none of them is cancelled meanwhile.
-        skipped, following = session.skip_behind(refused), refused.seq + 1
-        advance = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
+        skipped = session.skip_behind(refused)
+        advance = _advance(session, refused.seq + 1)
 
         def write(connection: sa.Connection) -> None:
             for operation in skipped:
                 end(connection, Ending(operation_id=operation.id, state="failed", error=operation.error))
-            connection.execute(advance.values(next_seq=following))
+            connection.execute(advance)
 
         try:
             await self._store.write(write)
@@ -83,6 +109,12 @@ class Passing:
             raise
         for operation in skipped:
             self._outcomes.publish(OperationResult(operation.id, "failed", error=operation.error))
+
+
+def _advance(session: Session, following: int) -> sa.Update:
+    """Where the session is now. What ran before may be written after this, and then moves it no more."""
+    behind = sa.update(sessions).where(sessions.c.id == session.id, sessions.c.next_seq < following)
+    return behind.values(next_seq=following, step=session.step, progress=session.progress)
 
 
 def _ends_others(session: Session, operation: Operation) -> bool:

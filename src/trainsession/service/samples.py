@@ -284,6 +284,7 @@ class Samples:
         Raises:
             NotFound: no such sample, or one whose result was kept for its time and then deleted.
             OwnedElsewhere: another server draws it, or drew it and may remember the frames.
+            ServiceUnavailable: this server has just taken it over and has yet to begin.
         """
         run = self._runs.get(operation_id) or self._finished.get(operation_id)
         if run is None or run.project != project:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,9 +34,9 @@ from .projects import Projects
 from .quotas import Quotas
 from .readiness import Readiness
 from .requests import Attached, CreateSession, OperationRequest, OperationResult, Results, SampleRequest
+from .retiring import Retiring
 from .sample_submission import SampleSubmission
 from .samples import Samples
-from .session import Session
 from .sessions import Sessions, unknown_session
 from .settings import Settings
 from .submission import Submission
@@ -80,7 +79,8 @@ class Service:
             store, self._log, self._outcomes, self._sessions, self.projects, quotas, prices, lane_of
         )
         self._cancelling = Cancelling(self._log, lease, self._outcomes, self._sessions, self._samples, self._submission)
-        self._janitor = Janitor(store, self._checkpoints, self._sessions, lane_of, self._retire, settings)
+        retiring = Retiring(self._submission, self._outcomes, self.close_session)
+        self._janitor = Janitor(store, self._checkpoints, self._sessions, lane_of, retiring.retire, settings)
         self._janitor_task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -374,17 +374,6 @@ class Service:
         """Run what another server had."""
         await self._sessions.load_unfinished()
         await self._samples.load_unfinished(taken.samples)
-
-    async def _retire(self, session: Session) -> None:
-        """Save a session that nobody used for days as a ``state`` checkpoint, then close it."""
-        if session.kind == "trainer" and session.next_seq > 1 and session.fatal is None:
-            name = time.strftime("idle-%Y%m%d", time.gmtime())
-            save = OperationRequest(kind="save_state", params={"name": name, "overwrite": True})
-            operation_id, _ = await self.submit(session.project, session.id, save)
-            result = await self._outcomes.wait(session.project, operation_id)
-            if result.error is not None:
-                raise result.error
-        await self.close_session(session.project, session.id)
 
     def _check_open(self) -> None:
         if self._closing:

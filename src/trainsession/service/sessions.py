@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -25,11 +26,12 @@ from .leases import Lease
 from .outcomes import Outcomes
 from .projects import Projects
 from .recovery import Recovery
-from .requests import Attached, CreateSession
+from .requests import Attached, CreateSession, OperationResult
 from .runner import check_loadable
 from .session import Session
 from .session_rows import check, hash_of, insert, session_of
 
+logger = logging.getLogger(__name__)
 _NOTED_SECONDS = 60.0
 """Between two writes of that a session is in use."""
 _MAX_NOTED = 4_096
@@ -226,21 +228,33 @@ class Sessions:
         while len(self._noted) > _MAX_NOTED:
             self._noted.popitem(last=False)
 
-    async def unused(self, seconds: float) -> list[Session]:
-        """Sessions of this server, with their queues, that nobody has used for so long and that have nothing to do."""
-        query = sa.select(sessions.c.project, sessions.c.id).where(sessions.c.state != "closed")
-        query = query.where(sessions.c.owner == self._lease.server, sessions.c.used_at < earliest_now() - seconds)
-        found: list[Session] = []
-        for row in await self._store.read(lambda connection: connection.execute(query).all()):
+    async def unused(self, seconds: float) -> AsyncIterator[Session]:
+        """Sessions of this server, with their queues, that nobody has used for so long and that have nothing to do.
+
+        Each is looked at when it is its turn: the caller may take long over those before it.
+        """
+        mine = sa.select(sessions.c.project, sessions.c.id).where(sessions.c.state != "closed")
+        mine = mine.where(sessions.c.owner == self._lease.server)
+
+        async def old(query: sa.Select[Any, Any]) -> Sequence[Any]:
+            query = query.where(sessions.c.used_at < earliest_now() - seconds)
+            return await self._store.read(lambda connection: connection.execute(query).all())
+
+        for row in await old(mine):
+            if not await old(mine.where(sessions.c.id == row.id)):
+                continue
             session = self._live.get(row.id)
             if session is None:
-                async with self._loading:
-                    session = self._live.get(row.id) or await self._load(row.project, row.id)
+                try:
+                    async with self._loading:
+                        session = self._live.get(row.id) or await self._load(row.project, row.id)
+                except Exception:  # of one session; the others have their turn
+                    logger.exception("session %s, which is idle, cannot be loaded", row.id)
+                    continue
             elif session.used_at > time.monotonic() - seconds:
                 continue  # its date is older: written by a clock that was set back, or not yet
             if not session.num_new and not session.completions:
-                found.append(session)
-        return found
+                yield session
 
     async def load_unfinished(self) -> None:
         """Take up every session of this server that has queued operations."""
@@ -289,23 +303,27 @@ class Sessions:
         snapshots = internal_snapshots.c.session_id == session_id
         bodies = sa.and_(operations.c.session_id == session_id, operations.c.state != "queued")
 
-        cancelled = Cancelled("the session was closed before this ran").to_wire()
+        cancelled = Cancelled("the session was closed before this ran")
         queued = sa.and_(operations.c.session_id == session_id, operations.c.seq.is_not(None))
         queued = sa.and_(queued, operations.c.state == "queued")
 
-        def write(connection: sa.Connection) -> list[str]:
+        def write(connection: sa.Connection) -> tuple[list[str], list[str]]:
             connection.execute(query)
-            end = {"state": "cancelled", "error": cancelled, "finished_at": time.time()}
-            ended = sa.update(operations).where(queued).values(**end).returning(operations.c.quote)
-            budgets.release(connection, [(project, quote) for quote in connection.execute(ended).scalars().all()])
+            end = {"state": "cancelled", "error": cancelled.to_wire(), "finished_at": time.time()}
+            cancel = sa.update(operations).where(queued).values(**end).returning(operations.c.id, operations.c.quote)
+            rows = connection.execute(cancel).all()
+            budgets.release(connection, [(project, row.quote) for row in rows])
             blobs = list(connection.execute(sa.select(internal_snapshots.c.blob).where(snapshots)).scalars())
             with_blob = sa.select(operations.c.body_blob).where(bodies, operations.c.body_blob.is_not(None))
             blobs += list(connection.execute(with_blob).scalars())
             connection.execute(sa.delete(internal_snapshots).where(snapshots))
             connection.execute(sa.update(operations).where(bodies).values(body=None, body_blob=None))
-            return blobs
+            return blobs, [row.id for row in rows]
 
-        await self._store.drop_blobs(await self._store.write(write))
+        blobs, ended = await self._store.write(write)
+        for operation_id in ended:  # accepted while the session was wound down
+            self._outcomes.publish(OperationResult(operation_id, "cancelled", error=cancelled))
+        await self._store.drop_blobs(blobs)
         await self._lane_of(session.base_model).remove(session)
         del self._live[session_id]
         return session.info()

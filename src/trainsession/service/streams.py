@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .. import wire
-from ..errors import NotFound
+from ..errors import NotFound, ServiceUnavailable
 from .log import OperationLog
 
 
@@ -15,9 +15,12 @@ async def replayed(log: OperationLog, project: str, operation_id: str) -> list[d
 
     Raises:
         NotFound: no such sample.
+        ServiceUnavailable: it is to be drawn here, and this server, which has just taken it over, has yet to begin.
     """
     result = (await log.results(project, [operation_id])).get(operation_id)
     if result is None:
+        if await log.is_open_sample(project, operation_id):
+            raise ServiceUnavailable(f"{operation_id} is being taken up; ask again", details={"id": operation_id})
         raise NotFound(f"no sample {operation_id} in this project", details={"id": operation_id})
     if result.error is not None:
         return [{"error": result.error.to_wire()}]
