@@ -73,11 +73,13 @@ class Run:
     def trainer(self, service: ts.ServiceClient, rank: int) -> ts.TrainingClient:
         """A new session, or that of the resumed run as its last finished step left it.
 
-        Whatever was submitted behind that step is dropped: the recipe submits it again.
+        What the service had accepted runs to its end first, so a step is neither taken twice nor forgotten; gradients
+        that no step took are dropped: the recipe computes them again.
         """
         if self.resumed:
             trainer = service.attach(self._session.read_text())
-            trainer.zero_grad()
+            trainer.zero_grad().result()  # behind all that was accepted
+            trainer.progress = trainer.info().progress  # of `attach`: as it was before them
             return trainer
         config = self.config
         trainer = service.create_lora_training_client(config.model, rank=rank, alpha=32, seed=config.seed)
