@@ -6,14 +6,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 import trainsession as ts
 
 from .env import Group
 from .rollouts import TrajectoryGroup
 
-RollOut = Callable[[ts.SamplingClient, Sequence[Group]], list[TrajectoryGroup]]
+RollOut = Callable[[ts.SamplingClient, Sequence[Group], int], list[TrajectoryGroup]]
+"""As `rollout`, with its options bound: whose weights act, the groups, and the batch's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,10 @@ def batches(
     Args:
         trainer: Whose weights act; frozen once a step.
         problems: Groups of each step, taken as they are needed.
-        roll_out: What makes trajectories of them.
+        roll_out: What makes trajectories of them; given each batch's number, so that each draws with seeds of its own.
         max_staleness: Steps between the weights that acted and those that are trained, at most.
     """
-    source = iter(problems)
+    source, numbers = iter(problems), count()
     waiting: deque[tuple[int, Future[list[TrajectoryGroup]]]] = deque()
     # Not as a context manager: what is left when the loop is left early ends by itself.
     pool = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="rollouts")
@@ -65,7 +66,7 @@ def batches(
             fresh = list(islice(source, wanted))
             if fresh:
                 sampler = trainer.save_weights_and_get_sampling_client()
-                waiting.extend((step, pool.submit(roll_out, sampler, groups)) for groups in fresh)
+                waiting.extend((step, pool.submit(roll_out, sampler, groups, next(numbers))) for groups in fresh)
             if not waiting:
                 return
             sampled_at, future = waiting.popleft()
@@ -87,18 +88,23 @@ def minibatches(arriving: Iterable[tuple[int, TrajectoryGroup]], size: int) -> I
 
 
 def informative(
-    roll_out: Callable[[Sequence[Group]], list[TrajectoryGroup]], problems: Iterator[Group], *, wanted: int, limit: int
+    roll_out: Callable[[Sequence[Group], int], list[TrajectoryGroup]],
+    problems: Iterator[Group],
+    *,
+    wanted: int,
+    limit: int,
 ) -> list[TrajectoryGroup]:
     """Groups whose rewards differ: dynamic sampling of DAPO (Yu et al. 2025, arXiv:2503.14476, 3.2).
 
-    Rolls out as many as are missing until there are enough, or ``limit`` groups were tried.
+    Rolls out as many as are missing until there are enough, or ``limit`` groups were tried. ``roll_out`` is given
+    the number of the attempt as well, to draw each with seeds of its own.
     """
     found: list[TrajectoryGroup] = []
-    tried = 0
+    tried, attempts = 0, count()
     while len(found) < wanted and tried < limit:
         some = list(islice(problems, min(wanted - len(found), limit - tried)))
         if not some:
             break
         tried += len(some)
-        found += [group for group in roll_out(some) if group.is_informative]
+        found += [group for group in roll_out(some, next(attempts)) if group.is_informative]
     return found

@@ -110,15 +110,18 @@ def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     }
 
 
-def rollout(sampler: ts.SamplingClient, groups: Sequence[Group], **options: Any) -> list[TrajectoryGroup]:
-    """Run all episodes, and return the groups in their order; options as of `stream`."""
-    found = dict(stream(sampler, groups, **options))
+def rollout(
+    sampler: ts.SamplingClient, groups: Sequence[Group], batch: int = 0, **options: Any
+) -> list[TrajectoryGroup]:
+    """Run all episodes, and return the groups in their order; ``batch`` and options as of `stream`."""
+    found = dict(stream(sampler, groups, batch, **options))
     return [found[index] for index in range(len(groups))]
 
 
 def stream(
     sampler: ts.SamplingClient,
     groups: Sequence[Group],
+    batch: int = 0,
     *,
     params: ts.SamplingParams,
     max_turns: int = 1,
@@ -132,8 +135,9 @@ def stream(
     Args:
         sampler: Whose weights act.
         groups: What to run.
+        batch: Its number in the run: batches of one seed draw differently.
         params: Of every action. With a ``seed``, each turn of each episode draws with one of its own that
-            follows from it, so a rollout repeats itself.
+            follows from it and ``batch``, so a rollout repeats itself.
         max_turns: Actions of an episode, at most.
         concurrency: Calls of environments that run at the same time.
         step_timeout: Seconds that one of them may take. A thread cannot be stopped; it is left behind.
@@ -145,7 +149,7 @@ def stream(
     running: concurrent.futures.Future[Callable[[], object]] = concurrent.futures.Future()
 
     async def play_all() -> None:
-        player = _Player(sampler, params, max_turns, step_timeout, asyncio.Semaphore(concurrency))
+        player = _Player(sampler, params, batch, max_turns, step_timeout, asyncio.Semaphore(concurrency))
 
         async def play(index: int, group: Group) -> None:
             results.put(await player.play_group(index, group))
@@ -187,6 +191,7 @@ class _EnvironmentError(Exception):
 class _Player:
     sampler: ts.SamplingClient
     params: ts.SamplingParams
+    batch: int
     max_turns: int
     step_timeout: float
     places: asyncio.Semaphore
@@ -288,7 +293,7 @@ class _Player:
     def _seeded(self, index: int, place: int, turn: int) -> ts.SamplingParams:
         if self.params.seed is None:
             return self.params
-        drawn = np.random.SeedSequence([self.params.seed, index, place, turn]).generate_state(1)
+        drawn = np.random.SeedSequence([self.params.seed, self.batch, index, place, turn]).generate_state(1)
         return replace(self.params, seed=int(drawn[0]))
 
 
