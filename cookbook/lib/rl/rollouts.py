@@ -25,6 +25,7 @@ import numpy.typing as npt
 import trainsession as ts
 
 from ..config import UsageError
+from .advantages import are_equal
 from .env import Env, Group, Step
 
 T = TypeVar("T")
@@ -90,13 +91,13 @@ class TrajectoryGroup:
     @property
     def is_informative(self) -> bool:
         """Whether its rewards differ: equal ones have no advantage over each other."""
-        return len(set(self.rewards)) > 1
+        return not are_equal(self.rewards)
 
 
 def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """What to log of a batch: means over its trajectories, the metrics of their last steps among them.
 
-    ``informative`` is the share of groups whose rewards differ; ``failed`` counts episodes.
+    Where every episode failed there is no ``reward``, nor another mean. ``informative`` is the share of groups whose rewards differ; ``failed`` counts episodes.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     found: dict[str, list[float]] = {"reward": [one.reward for one in trajectories]}
