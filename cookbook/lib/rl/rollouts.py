@@ -97,7 +97,8 @@ class TrajectoryGroup:
 def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     """What to log of a batch: means over its trajectories, the metrics of their last steps among them.
 
-    Where every episode failed there is no ``reward``, nor another mean. ``informative`` is the share of groups whose rewards differ; ``failed`` counts episodes.
+    Where every episode failed there is no ``reward``, nor another mean. ``informative`` is the share of groups
+    whose rewards differ; ``failed`` counts episodes.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     found: dict[str, list[float]] = {"reward": [one.reward for one in trajectories]}
