@@ -16,6 +16,7 @@ import operator
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -29,6 +30,8 @@ from .advantages import are_equal
 from .env import Env, Group, Step
 
 T = TypeVar("T")
+STOPPED: ContextVar[concurrent.futures.Future[None] | None] = ContextVar("STOPPED", default=None)
+"""In a thread that others may stop: when it is done, `stream` ends there as if its loop were left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +183,8 @@ def stream(
         finally:
             player.cancel_samples()
 
+    if (stopped := STOPPED.get()) is not None:
+        stopped.add_done_callback(lambda _: results.put(concurrent.futures.CancelledError("the rollout was stopped")))
     thread = threading.Thread(target=run, name="rollouts", daemon=True)
     thread.start()
     try:

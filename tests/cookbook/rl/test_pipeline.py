@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,27 @@ def test_each_batch_draws_with_seeds_of_its_own(trainer: ts.TrainingClient):
     assert len({str(tokens) for tokens in drawn}) == 3
     again = rollout(trainer.base_sampling_client(), [Group(Once, size=2)], 2, params=PARAMS)
     assert [one.tokens for one in again[0].trajectories] == drawn[2]
+
+
+def test_leaving_the_loop_stops_what_is_rolled_out_ahead(trainer: ts.TrainingClient):
+    class Waits(Once):
+        async def step(self, action: ts.SampledSequence) -> Step:  # type: ignore[override]
+            begun.set()
+            await asyncio.sleep(30)
+            return Step()
+
+    begun = threading.Event()
+    problems = [[Group(Once, 1)], [Group(Waits, 1)]]
+    steps = batches(trainer, problems, partial(rollout, params=PARAMS), max_staleness=1)
+    next(steps)
+    assert begun.wait(20)
+    ahead = [thread for thread in threading.enumerate() if thread.name in ("rollout ahead", "rollouts")]
+    assert len(ahead) >= 2
+    assert all(thread.daemon for thread in ahead), "none keeps the program from ending"
+    steps.close()
+    for thread in ahead:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in ahead)
 
 
 def test_what_a_rollout_raises_is_raised_where_its_batch_is_due(trainer: ts.TrainingClient):
