@@ -105,7 +105,7 @@ def main(config: Config) -> tuple[Accuracy, Accuracy, Accuracy]:
                 datums += policy_datums(prompt, response.sequences, advantages)
             mixed = sum(len(set(group)) > 1 for group in rewards)
 
-            # Learn: the mean over the batch's tokens, so that the clip at norm 1 means the same at any size.
+            # Learn: the mean over the tokens of the groups that differ, so a clip at norm 1 is the same at any size.
             metrics: dict[str, float] = {}
             if datums:
                 mean = scaled(datums, "advantages", 1 / weight_sum(datums))

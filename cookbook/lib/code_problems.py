@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .config import UsageError
 from .formats import field_of, shown, text_of
 from .rows import Row, read_rows
 from .sandbox import InputOutput, OutputTests, UnitTests
 from .sandbox.tests import parsed
 
-FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+FENCE = re.compile(r"(?P<indent>[^\S\n]*)(?P<ticks>`{3,})[^\S\n]*(?P<language>[^\s`{]*)[^`\n]*")
+PYTHON = ("", "python", "py", "python3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,24 @@ class CodeProblem:
 
 
 def program_of(text: str) -> str:
-    """The program in a model's answer: its last fenced block, or the whole text where there is none."""
-    blocks = FENCED.findall(text)
-    return blocks[-1] if blocks else text
+    """The program in a model's answer: its last fenced block of Python, or of no language, or else the whole text.
+
+    A block that is never closed ends with the text. Blocks in a list are indented, their programs with them.
+    """
+    program, block, opened = text, [], None
+    for line in text.splitlines(keepends=True):
+        fence = FENCE.fullmatch(line.rstrip())
+        if opened is None:
+            opened = fence
+        elif fence is None or fence["language"] or len(fence["ticks"]) < len(opened["ticks"]):
+            block.append(line.removeprefix(opened["indent"]))
+        else:
+            program, block, opened = _program(opened, block, program), [], None
+    return program if opened is None else _program(opened, block, program)
+
+
+def _program(opened: re.Match[str], block: list[str], otherwise: str) -> str:
+    return "".join(block) if opened["language"].lower() in PYTHON else otherwise
 
 
 def mbpp(path: str | Path) -> list[CodeProblem]:
@@ -80,7 +97,8 @@ def tested(row: Row) -> CodeProblem:
 
     Tests are all ``{"input", "output"}`` objects, with an optional ``float_tolerance`` beside them (Code Jam's rows are
     such), or all Python statements that raise where an answer is wrong; ``test_setup_code`` runs before these. What the
-    statements use, and neither Python nor the set-up defines, is the program's.
+    statements use, and neither Python nor the set-up defines, is the program's, unless ``names`` (or ``entry_point``)
+    says what is: it must where the program defines a function of a builtin's name.
     """
     prompt = text_of(row, "prompt", "statement", "text")
     name = "tests" if "tests" in row.values else "test_list"
@@ -105,10 +123,40 @@ def tested(row: Row) -> CodeProblem:
         raise row.error(f"'test_setup_code' is {shown(setup)}; must be a text")
     try:
         code = "\n".join(statements)
-        own = top_level_names(setup) | names_bound(setup) | names_bound(code) | set(dir(builtins))
-        return CodeProblem(title, prompt, UnitTests(statements, sorted(names_used(code) - own), setup))
+        given = top_level_names(setup) | names_bound(setup) | names_bound(code)
+        names = _names_said(row) or sorted(names_used(code) - given - set(dir(builtins)))
+        _require_calls(row, name, statements, setup, names)
+        return CodeProblem(title, prompt, UnitTests(statements, names, setup))
+    except UsageError:
+        raise
     except (SyntaxError, ValueError) as error:
         raise row.error(f"'{name}': {error}") from None
+
+
+def _names_said(row: Row) -> list[str]:
+    """In the row's ``names``, or ``entry_point``."""
+    if "names" not in row.values:
+        return [text_of(row, "entry_point")] if row.values.get("entry_point") is not None else []
+    names = row.values["names"]
+    if (
+        not isinstance(names, list)
+        or not names
+        or not all(isinstance(one, str) and one.isidentifier() for one in names)
+    ):
+        raise row.error(f"'names' is {shown(names)}; must be a list of the names that the program defines")
+    return names
+
+
+def _require_calls(row: Row, field: str, statements: list[str], setup: str, names: list[str]) -> None:
+    """A test that uses nothing of the program's would pass for any program."""
+    for index, statement in enumerate(statements):
+        used = names_used(statement)
+        if not used & (set(names) | top_level_names(setup)):
+            known = ", ".join(names) or "none found"
+            raise row.error(
+                f"'{field}[{index}]' uses no name of the program's ({known}): {shown(statement)}; "
+                "say with 'names' or 'entry_point' what the program defines, as where it is called like a builtin"
+            )
 
 
 def _is_case(test: Any) -> bool:

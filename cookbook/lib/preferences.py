@@ -117,7 +117,7 @@ def with_reference(trainer: ts.TrainingClient, pairs: Sequence[Pair], file: Path
     """
     datums = [plain for pair in pairs for plain in map(_targets_alone, pair.datums())]
     if not file.exists():
-        rows = [row.to_numpy() for row in trainer.forward(datums, "cross_entropy").result().logprobs]
+        rows = [row.to_numpy() for row in _logprobs(trainer, datums)]
         aside = file.with_suffix(".new.npy")
         np.save(aside, np.concatenate(rows), allow_pickle=False)
         aside.rename(file)
@@ -127,6 +127,23 @@ def with_reference(trainer: ts.TrainingClient, pairs: Sequence[Pair], file: Path
         replace(pair, reference=(chosen, rejected))
         for pair, chosen, rejected in zip(pairs, known[::2], known[1::2], strict=True)
     ]
+
+
+PART_DATUMS, PART_TOKENS = 16_384, 1 << 22
+"""Of one request: a quarter of the datums that the service takes, and a body well below its 256 MiB."""
+
+
+def _logprobs(trainer: ts.TrainingClient, datums: Sequence[ts.Datum]) -> list[ts.TensorData]:
+    """Of as many datums as there are, a part at a time."""
+    parts: list[list[ts.Datum]] = [[]]
+    tokens = 0
+    for datum in datums:
+        tokens += len(datum.model_input.to_ints())
+        if parts[-1] and (len(parts[-1]) == PART_DATUMS or tokens > PART_TOKENS):
+            parts.append([])
+            tokens = len(datum.model_input.to_ints())
+        parts[-1].append(datum)
+    return [row for part in parts for row in trainer.forward(part, "cross_entropy").result().logprobs]
 
 
 def _targets_alone(datum: ts.Datum) -> ts.Datum:
@@ -177,7 +194,6 @@ class Preferred:
 def evaluate(trainer: ts.TrainingClient, method: Method, beta: float, pairs: Sequence[Pair]) -> Preferred:
     """Of the policy as it is now."""
     data = [datum for pair in pairs for datum in pair.datums()]
-    output = trainer.forward([_targets_alone(datum) for datum in data], "cross_entropy").result()
-    logprobs = [row.to_torch() for row in output.logprobs]
+    logprobs = [row.to_torch() for row in _logprobs(trainer, [_targets_alone(datum) for datum in data])]
     losses, margins = outcome(method, beta, data, logprobs)
     return Preferred(losses.mean().item(), margins.mean().item(), share_preferred(margins))

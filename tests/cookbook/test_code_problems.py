@@ -34,6 +34,30 @@ def test_rows_with_statements_find_out_which_names_are_the_programs() -> None:
     assert problem == CodeProblem("train.jsonl:17", "Add.", UnitTests(tests, ["Name", "add"], setup))
 
 
+@pytest.mark.parametrize("said", [{"names": ["sum"]}, {"entry_point": "sum"}])
+def test_rows_may_say_which_names_are_the_programs(said: dict[str, Any]) -> None:
+    """Here one that Python has, too: taken for Python's own, any program would pass."""
+    tests = ["assert sum([1, 2]) == 3"]
+    assert code_problems.tested(row(prompt="Add.", tests=tests, **said)).tests == UnitTests(tests, ["sum"], "")
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```\nRun it:\n```bash\npython x.py\n```\nIt prints\n```text\n1\n```\n", "x = 1\n"),
+        ("```python\nx = 1\n```\nor\n```python3 title='b'\nx = 2\n```", "x = 2\n"),
+        ("```json\n{}\n```\n```\nx = 3\n```", "x = 3\n"),
+        ("1. So:\n   ```py\n   if x:\n       y\n   ```\n", "if x:\n    y\n"),
+        ("````Python\n'\n```\n'\n````", "'\n```\n'\n"),
+        ("```python\nx = 4", "x = 4"),
+        ("```bash\nls\n```", "```bash\nls\n```"),
+    ],
+)
+def test_the_program_is_the_last_block_of_python(text: str, program: str) -> None:
+    assert code_problems.program_of(text) == program
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -48,7 +72,12 @@ def test_rows_with_statements_find_out_which_names_are_the_programs() -> None:
             "'tests' mixes statements with inputs and outputs; must be all of one kind",
         ),
         ({"prompt": "x", "tests": ["assert f("]}, "'tests': '(' was never closed"),
-        ({"prompt": "x", "tests": ["assert 1 == 1"]}, "'tests': names: say, as a list, which names the tests take"),
+        (
+            {"prompt": "x", "tests": ["assert g(1) == 1", "assert sum([1]) == 1"]},
+            "'tests[1]' uses no name of the program's (g): 'assert sum([1]) == 1'; say with 'names' or 'entry_point'",
+        ),
+        ({"prompt": "x", "tests": ["assert 1 == 1"]}, "'tests[0]' uses no name of the program's (none found): "),
+        ({"prompt": "x", "tests": ["g()"], "names": "g"}, "'names' is 'g'; must be a list of the names that the"),
         ({"prompt": "x", "tests": ["f()"], "test_setup_code": 3}, "'test_setup_code' is 3; must be a text"),
     ],
 )

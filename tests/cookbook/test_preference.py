@@ -12,6 +12,7 @@ import pytest
 
 import trainsession as ts
 from cookbook import preference
+from cookbook.lib import preferences
 from cookbook.lib.config import UsageError
 from cookbook.lib.preferences import METHODS, Pair, Preferred, pair_loss, with_reference
 from cookbook.lib.rendering import Rendered
@@ -130,7 +131,9 @@ def test_the_other_losses_learn_too(tiny_model: Path, data: Path, tmp_path: Path
         assert after.margin > before.margin
 
 
-def test_the_reference_is_what_the_base_model_makes_of_the_replies(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_reference_is_what_the_base_model_makes_of_the_replies(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (
         ts.ServiceClient() as service,
         service.create_lora_training_client(str(tiny_model), rank=2, seed=0) as trainer,
@@ -140,6 +143,14 @@ def test_the_reference_is_what_the_base_model_makes_of_the_replies(tiny_model: P
         pair = Pair(Rendered(tokenizer, one, [1.0] * len(one)), Rendered(tokenizer, two, [1.0] * len(two)))
         known = [with_reference(trainer, [pair], tmp_path / "reference.npy")[0].reference for _ in range(2)]
         base = trainer.base_sampling_client().compute_logprobs([one, two]).result()
+        # More pairs than one request takes are computed in several.
+        for name, limit, requests in (("PART_DATUMS", 4, 2), ("PART_TOKENS", len(one), 6), ("PART_TOKENS", 1, 6)):
+            with monkeypatch.context() as patch:
+                patch.setattr(preferences, name, limit)
+                before = trainer.next_seq
+                many = with_reference(trainer, [pair] * 3, tmp_path / f"{name}{limit}.npy")
+                assert trainer.next_seq - before == requests
+                known += [pair.reference for pair in many]
     for reference in known:  # computed, then read
         assert reference is not None
         for mine, theirs in zip(reference, base, strict=True):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,14 @@ def test_a_sum_must_be_exact(text: str, expected: float):
 )
 def test_gsm8k_reward(text: str, answer: str, expected: float):
     assert gsm8k.reward(text, answer) == expected
+
+
+@needs_math_verify
+def test_gsm8k_reward_in_a_thread():
+    """As an environment calls it; math-verify answers with False, or raises, where its time limit cannot be set."""
+    gsm8k.equal_numbers.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(gsm8k.reward, "#### 1,234.50", "1234.5").result() == 1
 
 
 def test_a_row_becomes_a_prompt_a_clean_rationale_and_an_answer():

@@ -31,12 +31,8 @@ def grpo(groups: Rewards) -> list[Values]:
 def rloo(groups: Rewards) -> list[Values]:
     """Less the mean of the group's other rewards (Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
 
-    Raises:
-        ValueError: a group of one, which has no others.
+    One alone, as where the others of its group failed, has nothing to be compared with: 0.
     """
-    for index, group in enumerate(groups):
-        if len(group) == 1:
-            raise ValueError(f"group {index} has one reward; leave-one-out needs two")
     return [_centred(group) * len(group) / max(1, len(group) - 1) for group in groups]
 
 
@@ -85,12 +81,16 @@ ADVANTAGES: Mapping[str, Advantages] = {
 }
 
 
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Whether they differ by no more than rounding does, as in sums of the same parts in another order."""
+    values = np.asarray(rewards, dtype=np.float64)
+    return values.size == 0 or bool(np.ptp(values) <= 1e-9 * np.abs(values).max())
+
+
 def _centred(group: Sequence[float]) -> Values:
-    """Equal rewards have exactly no advantage: their mean may round to another number."""
+    """Equal rewards have exactly no advantage: what rounding leaves, a division would make as large as any."""
     values = np.asarray(group, dtype=np.float64)
-    if values.size == 0 or (values == values[0]).all():
-        return np.zeros_like(values)
-    return values - values.mean()
+    return np.zeros_like(values) if are_equal(group) else values - values.mean()
 
 
 def _divided(values: Values, by: Values) -> Values:

@@ -27,7 +27,10 @@ def reference_logprobs(reference: ts.SamplingClient, trajectories: Sequence[Traj
 
 
 def mean_kl(trajectories: Sequence[Trajectory], references: Sequence[Values]) -> float:
-    """KL(policy || reference) in nats per action token: the mean of ``lp - ref``, which is unbiased and may be < 0."""
+    """KL(policy || reference) in nats per action token: the mean of ``lp - ref``, which is unbiased and may be < 0.
+
+    Of episodes sampled at temperature 1 only, as `kl_advantages`: at another, ``lp`` is of other probabilities.
+    """
     parts = [_log_ratio(one, ref)[one.is_action] for one, ref in zip(trajectories, references, strict=True)]
     values = np.concatenate(parts) if parts else np.zeros(0)
     return float(values.mean()) if values.size else 0.0

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import count, islice
 
 import trainsession as ts
 
 from .env import Group
-from .rollouts import TrajectoryGroup
+from .rollouts import STOPPED, TrajectoryGroup
 
-RollOut = Callable[[ts.SamplingClient, Sequence[Group]], list[TrajectoryGroup]]
+RollOut = Callable[[ts.SamplingClient, Sequence[Group], int], list[TrajectoryGroup]]
+"""As `rollout`, with its options bound: whose weights act, the groups, and the batch's number."""
+
+STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class Batch:
 
 def batches(
     trainer: ts.TrainingClient, problems: Iterable[Sequence[Group]], roll_out: RollOut, *, max_staleness: int = 0
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """A batch for each element of ``problems``; the body of the loop makes one step with it.
 
         for batch in batches(trainer, problems, partial(rollout, params=params), max_staleness=1):
@@ -46,18 +51,17 @@ def batches(
 
     While the body runs, the next ``max_staleness`` batches are being rolled out, with weights that were
     frozen so many steps before theirs. 0 is on policy: nothing overlaps. 1 hides the time that slow rewards take
-    behind training, or training behind them; correct for it with a loss that has importance ratios.
+    behind training, or training behind them; correct for it with a loss that has importance ratios. Leaving the
+    loop early stops what is rolled out ahead.
 
     Args:
         trainer: Whose weights act; frozen once a step.
         problems: Groups of each step, taken as they are needed.
-        roll_out: What makes trajectories of them.
+        roll_out: What makes trajectories of them; given each batch's number, so that each draws with seeds of its own.
         max_staleness: Steps between the weights that acted and those that are trained, at most.
     """
-    source = iter(problems)
-    waiting: deque[tuple[int, Future[list[TrajectoryGroup]]]] = deque()
-    # Not as a context manager: what is left when the loop is left early ends by itself.
-    pool = ThreadPoolExecutor(max_staleness + 1, thread_name_prefix="rollouts")
+    source, numbers = iter(problems), count()
+    waiting: deque[_Ahead] = deque()
     try:
         step = 0
         while True:
@@ -65,14 +69,35 @@ def batches(
             fresh = list(islice(source, wanted))
             if fresh:
                 sampler = trainer.save_weights_and_get_sampling_client()
-                waiting.extend((step, pool.submit(roll_out, sampler, groups)) for groups in fresh)
+                for groups in fresh:
+                    waiting.append(_Ahead(step, partial(roll_out, sampler, groups, next(numbers))))
             if not waiting:
                 return
-            sampled_at, future = waiting.popleft()
-            yield Batch(step, sampled_at, future.result())
+            found = waiting[0].groups.result()
+            yield Batch(step, waiting.popleft().sampled_at, found)
             step += 1
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for ahead in waiting:
+            ahead.stop.set_result(None)
+        # Time to cancel samples in the service; a `roll_out` that does not end keeps nobody waiting.
+        wait([ahead.groups for ahead in waiting], timeout=STOP_SECONDS)
+
+
+class _Ahead:
+    """One rollout, in a daemon thread: left behind, it must not keep the program from ending."""
+
+    def __init__(self, sampled_at: int, roll_out: Callable[[], list[TrajectoryGroup]]) -> None:
+        self.sampled_at = sampled_at
+        self.groups: Future[list[TrajectoryGroup]] = Future()
+        self.stop: Future[None] = Future()
+        threading.Thread(target=self._run, args=(roll_out,), name="rollout ahead", daemon=True).start()
+
+    def _run(self, roll_out: Callable[[], list[TrajectoryGroup]]) -> None:
+        STOPPED.set(self.stop)
+        try:
+            self.groups.set_result(roll_out())
+        except BaseException as error:
+            self.groups.set_exception(error)
 
 
 def minibatches(arriving: Iterable[tuple[int, TrajectoryGroup]], size: int) -> Iterator[list[TrajectoryGroup]]:
@@ -87,18 +112,23 @@ def minibatches(arriving: Iterable[tuple[int, TrajectoryGroup]], size: int) -> I
 
 
 def informative(
-    roll_out: Callable[[Sequence[Group]], list[TrajectoryGroup]], problems: Iterator[Group], *, wanted: int, limit: int
+    roll_out: Callable[[Sequence[Group], int], list[TrajectoryGroup]],
+    problems: Iterator[Group],
+    *,
+    wanted: int,
+    limit: int,
 ) -> list[TrajectoryGroup]:
     """Groups whose rewards differ: dynamic sampling of DAPO (Yu et al. 2025, arXiv:2503.14476, 3.2).
 
-    Rolls out as many as are missing until there are enough, or ``limit`` groups were tried.
+    Rolls out as many as are missing until there are enough, or ``limit`` groups were tried. ``roll_out`` is given
+    the number of the attempt as well, to draw each with seeds of its own.
     """
     found: list[TrajectoryGroup] = []
-    tried = 0
+    tried, attempts = 0, count()
     while len(found) < wanted and tried < limit:
         some = list(islice(problems, min(wanted - len(found), limit - tried)))
         if not some:
             break
         tried += len(some)
-        found += [group for group in roll_out(some) if group.is_informative]
+        found += [group for group in roll_out(some, next(attempts)) if group.is_informative]
     return found

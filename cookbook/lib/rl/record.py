@@ -94,11 +94,9 @@ def write_page(trajectories: Path, page: Path, *, title: str = "Trajectories") -
     parts.append(f"<h1>{escape(title)}</h1>")
     for step, groups in sorted(steps.items()):
         rows = [row for group in groups.values() for row in group]
-        mean = sum(row["reward"] for row in rows) / len(rows)
-        parts.append(
-            f"<details><summary>step {step}: {len(rows)} episodes in {len(groups)} groups, "
-            f"mean reward {mean:.3g}</summary>"
-        )
+        ended = [row["reward"] for row in rows if "error" not in row]
+        mean = f"mean reward {sum(ended) / len(ended):.3g}" if ended else "all failed"
+        parts.append(f"<details><summary>step {step}: {len(rows)} episodes in {len(groups)} groups, {mean}</summary>")
         parts += [_group_html(index, group) for index, group in sorted(groups.items())]
         parts.append("</details>")
     page.write_text("\n".join(parts), encoding="utf-8")

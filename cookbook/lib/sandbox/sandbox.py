@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -20,7 +21,8 @@ class Sandbox:
     """Runs model-written Python against tests, several programs at a time.
 
     Args:
-        workers: Programs that are graded at once; by default one for each core.
+        workers: Programs that are graded at once, from however many threads; by default one for each core.
+            More would take each other's time, and right programs would run into the limit.
         limits: Of a program.
         seed: Of `random` in programs and tests.
         allow_unsandboxed: Where programs cannot be isolated, run them with resource limits only. They can
@@ -39,7 +41,9 @@ class Sandbox:
         allow_unsandboxed: bool = False,
     ) -> None:
         self._setting = Setting(limits or Limits(), seed, require(allow_unsandboxed))
-        self._pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="sandbox")
+        workers = workers or len(os.sched_getaffinity(0))
+        self._places = threading.Semaphore(workers)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
 
     @property
     def isolated(self) -> bool:
@@ -47,7 +51,7 @@ class Sandbox:
         return self._setting.isolate
 
     def grade(self, program: str, tests: Tests) -> Verdict:
-        """Grades one program.
+        """Grades one program, once one of the workers' places is free.
 
         Args:
             program: Python source.
@@ -57,9 +61,10 @@ class Sandbox:
             SandboxFailed: a sandbox did not start, so there is no verdict: grade again.
         """
         source = program.encode(errors="replace")  # half a surrogate pair is an error of the program's
-        if isinstance(tests, UnitTests):
-            return grade_calls(source, tests, self._setting)
-        return grade_outputs(source, tests, self._setting)
+        with self._places:
+            if isinstance(tests, UnitTests):
+                return grade_calls(source, tests, self._setting)
+            return grade_outputs(source, tests, self._setting)
 
     def submit(self, program: str, tests: Tests) -> Future[Verdict]:
         """`grade` on one of the workers: submit a whole batch, then take the results."""

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from cookbook.lib.rl.advantages import (
     ADVANTAGES,
     MovingBaseline,
+    are_equal,
     dr_grpo,
     grpo,
     reinforce_pp,
     reinforce_pp_baseline,
     rloo,
 )
+from cookbook.lib.rl.rollouts import Trajectory, TrajectoryGroup
 
 GROUPS = [[1.0, 0.0, 0.0, 1.0, 0.0, 0.0], [0.2, 0.9, 0.4, 0.4], [-3.0, 5.0]]
 rewards = st.lists(
@@ -61,9 +63,23 @@ def test_nothing_has_no_advantages(name: str):
     assert [values.tolist() for values in ADVANTAGES[name]([[], [1.0, 1.0]])] == [[], [0.0, 0.0]]
 
 
-def test_leave_one_out_needs_two():
-    with pytest.raises(ValueError, match="group 1 has one reward"):
-        rloo([[1.0, 0.0], [1.0]])
+def test_one_alone_has_no_advantage():
+    """The others of its group failed."""
+    assert [values.tolist() for values in rloo([[1.0, 0.0], [1.0]])] == [[1.0, -1.0], [0.0]]
+
+
+def test_what_rounding_leaves_is_no_difference():
+    group = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6]
+    assert len(set(group)) > 1
+    assert are_equal(group)
+    for compare in ADVANTAGES.values():
+        assert compare([group])[0].tolist() == [0.0, 0.0, 0.0]
+    assert not are_equal([1e-12, 2e-12])
+    assert not are_equal([1.0, 1.0 + 1e-6])
+    assert are_equal([])
+    played = [Trajectory(extra_reward=reward) for reward in group]
+    assert not TrajectoryGroup("", played).is_informative
+    assert TrajectoryGroup("", [*played, Trajectory()]).is_informative
 
 
 def test_a_moving_baseline_remembers():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,7 @@ def test_the_next_batch_is_rolled_out_while_the_body_runs(trainer: ts.TrainingCl
     running = [threading.Event() for _ in range(3)]
     count = itertools.count()
 
-    def roll_out(_sampler: ts.SamplingClient, _groups: Sequence[Group]) -> list[TrajectoryGroup]:
+    def roll_out(_sampler: ts.SamplingClient, _groups: Sequence[Group], _batch: int) -> list[TrajectoryGroup]:
         running[next(count)].set()
         return []
 
@@ -73,8 +74,38 @@ def test_the_next_batch_is_rolled_out_while_the_body_runs(trainer: ts.TrainingCl
             assert all(event.is_set() for event in running)
 
 
+def test_each_batch_draws_with_seeds_of_its_own(trainer: ts.TrainingClient):
+    """The weights stay as they are, so equal seeds would give equal episodes."""
+    steps = batches(trainer, [[Group(Once, size=2)]] * 3, partial(rollout, params=PARAMS), max_staleness=1)
+    drawn = [[one.tokens for group in batch.groups for one in group.trajectories] for batch in steps]
+    assert len({str(tokens) for tokens in drawn}) == 3
+    again = rollout(trainer.base_sampling_client(), [Group(Once, size=2)], 2, params=PARAMS)
+    assert [one.tokens for one in again[0].trajectories] == drawn[2]
+
+
+def test_leaving_the_loop_stops_what_is_rolled_out_ahead(trainer: ts.TrainingClient):
+    class Waits(Once):
+        async def step(self, action: ts.SampledSequence) -> Step:  # type: ignore[override]
+            begun.set()
+            await asyncio.sleep(30)
+            return Step()
+
+    begun = threading.Event()
+    problems = [[Group(Once, 1)], [Group(Waits, 1)]]
+    steps = batches(trainer, problems, partial(rollout, params=PARAMS), max_staleness=1)
+    next(steps)
+    assert begun.wait(20)
+    ahead = [thread for thread in threading.enumerate() if thread.name in ("rollout ahead", "rollouts")]
+    assert len(ahead) >= 2
+    assert all(thread.daemon for thread in ahead), "none keeps the program from ending"
+    steps.close()
+    for thread in ahead:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in ahead)
+
+
 def test_what_a_rollout_raises_is_raised_where_its_batch_is_due(trainer: ts.TrainingClient):
-    def roll_out(_sampler: ts.SamplingClient, groups: Sequence[Group]) -> list[TrajectoryGroup]:
+    def roll_out(_sampler: ts.SamplingClient, groups: Sequence[Group], _batch: int) -> list[TrajectoryGroup]:
         if not groups:
             raise RuntimeError("nothing to do")
         return []
@@ -101,7 +132,8 @@ def rewarded(*rewards: float) -> TrajectoryGroup:
 def test_dynamic_sampling_draws_until_enough_groups_differ():
     tried: list[int] = []
 
-    def roll_out(groups: Sequence[Group]) -> list[TrajectoryGroup]:
+    def roll_out(groups: Sequence[Group], attempt: int) -> list[TrajectoryGroup]:
+        assert attempt == len(tried), "each attempt has seeds of its own"
         tried.append(len(groups))
         return [rewarded(0, 1) if int(group.name) % 3 == 0 else rewarded(1, 1) for group in groups]
 
@@ -111,4 +143,5 @@ def test_dynamic_sampling_draws_until_enough_groups_differ():
     tried.clear()
     assert len(informative(roll_out, (Group(Once, 2, name="1") for _ in itertools.count()), wanted=4, limit=9)) == 0
     assert sum(tried) == 9
+    tried.clear()
     assert len(informative(roll_out, iter([Group(Once, 2, name="3")]), wanted=4, limit=9)) == 1

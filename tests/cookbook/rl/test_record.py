@@ -63,5 +63,7 @@ def test_what_was_recorded_can_be_read_again_and_looked_at(tmp_path: Path, tiny_
     assert page.open == []
     assert page.tags <= {"meta", "title", "style", "h1", "details", "summary", "pre", "span", "small"}
     assert "http" not in text
+    assert "mean reward 1.5" in page.text, "of those that ended"
+    assert "step 2: 1 episodes in 1 groups, all failed" in page.text
     for shown in ("A & B", EVIL, "3 + 4 = 7", "<sum>: rewards 1.5, 0.25", "advantage +0.75", "make: OSError"):
         assert shown in page.text
