@@ -125,6 +125,7 @@ async def _refuse_a_commit(home: Path, control: Control) -> None:
     await trainer.do("zero_grad")
     await service.store.write(lambda _: None)  # behind what is written lazily: that the session is in use
     request = trainer.request("zero_grad")
+    assert request.seq is not None
     control.refuse("sync", 1, 2, errno.EIO)
     try:
         await service.submit(PROJECT, trainer.id, request)
