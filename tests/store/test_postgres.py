@@ -155,7 +155,7 @@ def test_connections_that_are_cut_at_random_lose_and_double_nothing(
             cutting = asyncio.create_task(asyncio.to_thread(cut))
             done = 0
             try:
-                while cuts < 20:
+                while cuts < 20 or done <= 100:
                     writes = (database.write(add_second) for _ in range(dice.choice([1, 5, 30])))
                     for outcome in await asyncio.gather(*writes, return_exceptions=True):
                         assert outcome is None or isinstance(outcome, StorageError)
@@ -164,7 +164,6 @@ def test_connections_that_are_cut_at_random_lose_and_double_nothing(
                 ended.set()
                 await cutting
             assert await seconds(database) == done
-            assert done > 100
 
     asyncio.run(test())
 

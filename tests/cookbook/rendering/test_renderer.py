@@ -136,7 +136,9 @@ def test_each_reply_is_learned_once_behind_its_own_prompt(
         (alone,) = renderer.examples(chat, [index])
         (holder,) = [e for e in examples if e.tokens[: len(alone)] == alone.tokens and e.weights[len(prompt)] == 1]
         assert holder.weights[len(prompt) : len(alone)] == [1] * (len(alone) - len(prompt))
-    if family_name != "qwen3":
+    # What a reply begins with may merge with its header's newline where a later prompt holds both.
+    merges = any(chat[index]["content"][:1].isspace() for index in replies)
+    if family_name != "qwen3" and not merges:
         assert len(examples) == 1
 
 
