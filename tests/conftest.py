@@ -19,6 +19,7 @@ hypothesis.settings.load_profile("here")
 
 if TYPE_CHECKING:
     from tests.postgres import Databases, PostgresServer
+    from tests.postgres_proxy import PostgresProxy
     from tests.s3 import BlobStores, S3Server
     from trainsession.engine.engine import LocalEngine
     from trainsession.engine.model import LoadedModel
@@ -187,6 +188,16 @@ def postgres_server() -> Iterator[PostgresServer]:
     server = PostgresServer()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def postgres_proxy(postgres_server: PostgresServer) -> Iterator[PostgresProxy]:
+    """Before the server, for whoever goes `tests.postgres_proxy.through` it."""
+    from tests.postgres_proxy import PostgresProxy
+
+    proxy = PostgresProxy(postgres_server)
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -12,6 +12,7 @@ import pytest
 from bench.null_engine import NullHost
 from tests.conftest import use_blobs
 from tests.postgres import Databases, PostgresServer
+from tests.postgres_proxy import through as behind_proxy
 from tests.s3 import BlobStores
 from tests.server.together import QUICK, home_of
 from tests.service import driver
@@ -55,8 +56,7 @@ def start(tmp_path: Path, database: str, postgres_server: PostgresServer) -> Ope
         blobs: str | None = None,
         **settings: Any,
     ) -> AsyncIterator[Service]:
-        directory = str(postgres_server.directory)
-        url = database.replace(directory, f"{directory}/proxy") if through else database
+        url = behind_proxy(postgres_server, database) if through else database
         service = await Service.open(
             home_of(tmp_path, name),
             host or NullHost(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,16 @@ import pytest
 import sqlalchemy as sa
 
 from bench.null_engine import MODEL, NullHandle, NullHost
-from tests.postgres import PostgresServer
+from tests.postgres_proxy import PostgresProxy
 from tests.server.together import QUICK
 from tests.service.driver import PROJECT, Trainer, prompt, result, run, sample, value
 from tests.service.servers import Open, rows, until
-from tests.store.test_postgres import Proxy
 from trainsession.errors import DatabaseUnavailable
 from trainsession.service.leases import OwnedElsewhere
 from trainsession.service.requests import CreateSession
 from trainsession.service.service import Service
 from trainsession.store.backend import LeaseLost
 from trainsession.store.schema import ledger, operations, servers, sessions
-
-
-@pytest.fixture
-def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
-    """Between the database and a service that is started ``through`` it."""
-    directory = postgres_server.directory / "proxy"
-    directory.mkdir(exist_ok=True)
-    (directory / ".s.PGSQL.5432").unlink(missing_ok=True)
-    made = Proxy(postgres_server, directory)
-    yield made
-    made.close()
 
 
 class SlowHandle(NullHandle):
@@ -207,14 +194,16 @@ def test_poll_of_what_several_servers_run(start: Open) -> None:
     run(test())
 
 
-def test_a_server_that_is_cut_off_from_the_database_is_replaced(start: Open, tmp_path: Path, proxy: Proxy) -> None:
+def test_a_server_that_is_cut_off_from_the_database_is_replaced(
+    start: Open, tmp_path: Path, postgres_proxy: PostgresProxy
+) -> None:
     """In the middle of a commit, and it comes back later: what it then still wants to write is refused."""
 
     async def test() -> None:
         async with start("a", through=True) as a, start("b") as b:
             trainer = await Trainer.create(a)
             await result(a, await trainer.train([1, 2]))
-            proxy.refuse, proxy.cut = True, "before"
+            postgres_proxy.refuse, postgres_proxy.cut = True, "before"
             late = asyncio.gather(trainer.step(), trainer.train([5]), return_exceptions=True)
             successor = Trainer(b, trainer.id, next_seq=2)
 
@@ -223,7 +212,7 @@ def test_a_server_that_is_cut_off_from_the_database_is_replaced(start: Open, tmp
 
             await until(taken_over)
             await result(b, await successor.step())
-            proxy.refuse = False
+            postgres_proxy.refuse = False
             await asyncio.wait_for(a.lease.lost.wait(), 20)
             assert all(isinstance(one, DatabaseUnavailable) for one in await late)
             assert await successor.weight() == pytest.approx(0.5 * 3)

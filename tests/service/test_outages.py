@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,9 @@ import pytest
 
 from bench.null_engine import NullHandle, NullHost
 from tests.postgres import PostgresServer
+from tests.postgres_proxy import PostgresProxy
 from tests.service.driver import PROJECT, Trainer, run, serving, value
 from tests.service.servers import Open
-from tests.store.test_postgres import Proxy
 from trainsession.errors import BlobsUnavailable
 
 CROSS_ENTROPY = {"loss_fn": "cross_entropy"}
@@ -34,19 +33,8 @@ class GatedHost(NullHost):
         return await super().open(base_model)
 
 
-@pytest.fixture
-def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
-    """Between the database and a service that is started ``through`` it."""
-    directory = postgres_server.directory / "proxy"
-    directory.mkdir(exist_ok=True)
-    (directory / ".s.PGSQL.5432").unlink(missing_ok=True)
-    made = Proxy(postgres_server, directory)
-    yield made
-    made.close()
-
-
 def test_an_operation_waits_for_the_database_that_its_body_is_in(
-    start: Open, proxy: Proxy, postgres_server: PostgresServer, database: str
+    start: Open, postgres_proxy: PostgresProxy, postgres_server: PostgresServer, database: str
 ) -> None:
     async def test() -> None:
         async with start("a") as service:
@@ -57,11 +45,11 @@ def test_an_operation_waits_for_the_database_that_its_body_is_in(
         async with start("a", host, through=True, retry_seconds=0.05, lease_seconds=60.0) as service:
             await service.submit(PROJECT, trainer.id, gap)
             await host.asked.wait()
-            proxy.refuse = True
+            postgres_proxy.refuse = True
             assert postgres_server.terminate(database)
             host.gate.set()
             await asyncio.sleep(1.5)
-            proxy.refuse = False
+            postgres_proxy.refuse = False
             for operation_id in ids:
                 await value(service, operation_id)
             trainer.service = service

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 from tests.postgres import PostgresServer
+from tests.postgres_proxy import PostgresProxy, through
 from trainsession.errors import DatabaseUnavailable, InvalidRequest, StorageError
 from trainsession.store.backend import parse_address
 from trainsession.store.database import Database, opened
@@ -34,102 +32,44 @@ async def seconds(database: Database) -> float:
     return (await database.look_up(_FIND, {"project": "default"}))[0][0]
 
 
-class Proxy:
-    """A Unix socket before the server's that can cut a connection around its next COMMIT."""
-
-    def __init__(self, server: PostgresServer, directory: Path) -> None:
-        self._target = str(server.directory / ".s.PGSQL.5432")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(directory / ".s.PGSQL.5432"))
-        self._listener.listen()
-        self.cut: Literal["", "before", "after"] = ""
-        """The next COMMIT does not reach the server; or it does, and the answer does not come back."""
-        self.refuse = False
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                if self.refuse:
-                    client.close()
-                    continue
-                server = socket.socket(socket.AF_UNIX)
-                server.connect(self._target)
-                threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
-                threading.Thread(target=self._back, args=(server, client), daemon=True).start()
-
-    def _forward(self, client: socket.socket, server: socket.socket) -> None:
-        with suppress(OSError):
-            while data := client.recv(65536):
-                if b"COMMIT\0" in data and self.cut:
-                    how, self.cut = self.cut, ""
-                    client.shutdown(socket.SHUT_RDWR)
-                    if how == "after":
-                        server.sendall(data)
-                    break
-                server.sendall(data)
-        with suppress(OSError):
-            server.shutdown(socket.SHUT_WR)
-
-    def _back(self, server: socket.socket, client: socket.socket) -> None:
-        with suppress(OSError):
-            while data := server.recv(65536):
-                client.sendall(data)
-        for end in (client, server):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.fixture
-def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
-    directory = postgres_server.directory / "proxy"
-    directory.mkdir(exist_ok=True)
-    (directory / ".s.PGSQL.5432").unlink(missing_ok=True)
-    made = Proxy(postgres_server, directory)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("cut", ["before", "after"])
 @pytest.mark.parametrize("together", [1, 20])
 def test_a_commit_without_an_answer_is_done_exactly_once(
-    postgres_server: PostgresServer, proxy: Proxy, tmp_path: Path, cut: Literal["before", "after"], together: int
+    postgres_server: PostgresServer,
+    postgres_proxy: PostgresProxy,
+    tmp_path: Path,
+    cut: Literal["before", "after"],
+    together: int,
 ) -> None:
     url = postgres_server.create()
-    through = url.replace(str(postgres_server.directory), str(postgres_server.directory / "proxy"))
 
     async def test() -> None:
-        async with opened(tmp_path, through) as database:
+        async with opened(tmp_path, through(postgres_server, url)) as database:
             await database.write(add_second)
             for round_ in range(1, 4):
-                proxy.cut = cut
+                postgres_proxy.cut = cut
                 await asyncio.gather(*(database.write(add_second) for _ in range(together)))
-                assert proxy.cut == ""
+                assert postgres_proxy.cut == ""
                 assert await seconds(database) == 1 + round_ * together
 
     asyncio.run(test())
 
 
 def test_a_commit_waits_for_its_outcome_and_others_are_refused_meanwhile(
-    postgres_server: PostgresServer, proxy: Proxy, tmp_path: Path
+    postgres_server: PostgresServer, postgres_proxy: PostgresProxy, tmp_path: Path
 ) -> None:
     url = postgres_server.create()
-    through = url.replace(str(postgres_server.directory), str(postgres_server.directory / "proxy"))
 
     async def test() -> None:
-        async with opened(tmp_path, through) as database:
+        async with opened(tmp_path, through(postgres_server, url)) as database:
             await database.write(add_second)
-            proxy.cut, proxy.refuse = "after", True
+            postgres_proxy.cut, postgres_proxy.refuse = "after", True
             unknown = asyncio.create_task(database.write(add_second))
             await asyncio.sleep(1.0)
             assert not unknown.done()
             with pytest.raises(DatabaseUnavailable, match="reached"):
                 await database.write(add_second)
-            proxy.refuse = False
+            postgres_proxy.refuse = False
             await unknown
             assert await seconds(database) == 2
 

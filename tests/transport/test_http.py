@@ -190,9 +190,9 @@ def test_an_address_that_answered_before_is_waited_for(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("is_held", "is_there"), [(True, True), (True, False), (False, True)])
 def test_patience_with_a_held_answer_counts_from_the_last_sign_of_life(
-    monkeypatch: pytest.MonkeyPatch, is_held: bool, is_there: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_held: bool, is_there: bool
 ) -> None:
-    """The service is up now and then, and never for as long as the poll waits."""
+    """The service is up now and then, and never for as long as the poll waits. Whoever waits for long can see why."""
     monkeypatch.setattr(patience, "PATIENCE", 0.5)
     monkeypatch.setattr(patience, "_wait", lambda _: 0.1)
     breaks = [hang_up] * 15
@@ -206,6 +206,7 @@ def test_patience_with_a_held_answer_counts_from_the_last_sign_of_life(
         if is_held and is_there:
             assert on(url, use) == {"results": []}
             assert len(seen) == 17
+            assert 1 <= caplog.text.count("this call has broken for long: RemoteProtocolError") <= 4
         else:
             with pytest.raises(ConnectionFailed):
                 on(url, use)

@@ -44,6 +44,8 @@ class Passing:
         """Give up numbers that never came, and step over what ended. False: it cannot be written yet."""
         written = True
         for session in sessions_:
+            if not session.pending:
+                continue  # most of them, of thousands
             try:
                 await self._gaps.give_up(session)
                 await self.pass_ended(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +12,7 @@ import tenacity
 
 from ..errors import ConnectionFailed, RateLimited, RequestTimeout, ServiceUnavailable, TrainSessionError
 
+logger = logging.getLogger(__name__)
 PATIENCE = 120.0
 """Seconds that a service which answered before may be gone (restart, takeover) without an error."""
 FIRST_PATIENCE = 2.0
@@ -62,6 +64,7 @@ class Patience:
                 the first attempt, or one that always breaks would be repeated for ever.
         """
         since = time.monotonic()
+        warn_at = since + PATIENCE
 
         def is_retryable(error: BaseException) -> bool:
             if isinstance(error, RateLimited) and not repeat_limited:
@@ -83,6 +86,9 @@ class Patience:
                 except Exception as error:
                     if is_there is not None and _is_away(error) and await is_there():
                         since = time.monotonic()
+                        if since > warn_at:
+                            logger.warning("the service is there, but this call has broken for long: %r", error)
+                            warn_at = since + PATIENCE
                     raise
         raise AssertionError("tenacity ends with a result or an exception")
 

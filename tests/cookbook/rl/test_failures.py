@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,17 +14,12 @@ from cookbook.lib.config import UsageError
 from cookbook.lib.rl.env import Group, Step
 from cookbook.lib.rl.rollouts import rollout, stream
 
-pytestmark = pytest.mark.usefixtures("home")
 PARAMS = ts.SamplingParams(max_tokens=3, seed=7, ignore_eos=True)
 
 
 @pytest.fixture
-def sampler(tiny_model: Path) -> Iterator[ts.SamplingClient]:
-    with (
-        ts.ServiceClient() as service,
-        service.create_lora_training_client(str(tiny_model), rank=2, seed=0) as trainer,
-    ):
-        yield trainer.base_sampling_client()
+def sampler(trainer: ts.TrainingClient) -> ts.SamplingClient:
+    return trainer.base_sampling_client()
 
 
 class Says:

@@ -3,9 +3,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,15 +24,6 @@ class Once:
 
     def step(self, action: ts.SampledSequence) -> Step:
         return Step(float(action.tokens[0] % 2))
-
-
-@pytest.fixture
-def trainer(home: Path, tiny_model: Path) -> Iterator[ts.TrainingClient]:
-    with (
-        ts.ServiceClient() as service,
-        service.create_lora_training_client(str(tiny_model), rank=2, seed=0) as trainer,
-    ):
-        yield trainer
 
 
 def logprobs_of(batch_groups: Sequence[TrajectoryGroup]) -> list[float]:

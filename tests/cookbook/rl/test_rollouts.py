@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,17 +15,7 @@ from cookbook.lib.rl.env import Group, Step
 from cookbook.lib.rl.kl import reference_logprobs
 from cookbook.lib.rl.rollouts import rollout, stream, summary
 
-pytestmark = pytest.mark.usefixtures("home")
 PARAMS = ts.SamplingParams(max_tokens=3, seed=7, ignore_eos=True)
-
-
-@pytest.fixture
-def trainer(tiny_model: Path) -> Iterator[ts.TrainingClient]:
-    with (
-        ts.ServiceClient() as service,
-        service.create_lora_training_client(str(tiny_model), rank=2, seed=0) as trainer,
-    ):
-        yield trainer
 
 
 class Talk:

@@ -81,11 +81,18 @@ class KVCache:
             blocks.index_copy_(2, targets, blocks.index_select(2, sources))
 
     def scrub(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that may hold NaN; takes no memory, of which there may be none left."""
-        for layer in self._layers if blocks else ():
-            whole = layer.view(2, self.num_kv_heads, self.num_blocks, -1)
-            for block in blocks:
-                whole[:, :, block].zero_()
+        """Zero blocks that may hold NaN, also where there is no memory left, not even for their numbers."""
+        if not blocks:
+            return
+        layers = [layer.view(2, self.num_kv_heads, self.num_blocks, -1) for layer in self._layers]
+        try:
+            index = torch.tensor(blocks, device=self.device)
+            for layer in layers:
+                layer.index_fill_(2, index, 0.0)
+        except torch.OutOfMemoryError:  # one by one: slower by as many launches
+            for layer in layers:
+                for block in blocks:
+                    layer[:, :, block].zero_()
 
 
 def default_num_blocks(model: LoadedModel, block_size: int) -> int:
